@@ -1,0 +1,1 @@
+"""The compiler: backend, options, capture, pipeline, report."""

@@ -1,0 +1,210 @@
+"""FX queries and edits that two passes or more use: values, sizes, emitting nodes, printing.
+
+Sizes are sympy expressions throughout (a Python int becomes `sympy.Integer`), so one currency
+serves static and symbolic shapes. Questions about them go through `Sizes.known`, which proves or
+says no and never adds a guard; the one deliberate guard of this package is in `compiler/cost.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+import sympy
+import torch
+from torch import fx
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+Size: TypeAlias = sympy.Expr
+SizeLike: TypeAlias = "int | torch.SymInt | sympy.Expr"
+
+aten = torch.ops.aten
+
+
+def value(node: fx.Node) -> Any:
+    """The fake value AOTAutograd recorded for a node (tensor, SymInt, tuple, ...)."""
+    return node.meta["val"]
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The fake tensor of a node that is known to hold one.
+
+    Raises:
+        TypeError: the node holds something else.
+    """
+    val = value(node)
+    if not isinstance(val, torch.Tensor):
+        raise TypeError(f"node {node.name}: expected a tensor value, got {type(val).__name__}")
+    return val
+
+
+def size_expr(size: SizeLike | fx.Node) -> Size:
+    """A size as a sympy expression, from an int, a SymInt, a node holding one, or itself."""
+    if isinstance(size, fx.Node):
+        size = cast("int | torch.SymInt", value(size))
+    if isinstance(size, torch.SymInt):
+        return size.node.expr
+    return sympy.sympify(size)
+
+
+def shape(node: fx.Node) -> tuple[Size, ...]:
+    """The sizes of a tensor node."""
+    return tuple(size_expr(s) for s in tensor(node).shape)
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Product of sizes; 1 for none."""
+    return sympy.prod(list(sizes))
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    """The fake mode of a graph's own values (never ask the tracing context: it may be another).
+
+    Raises:
+        ValueError: no node carries a fake tensor.
+    """
+    for node in graph.nodes:
+        val = node.meta.get("val")
+        if isinstance(val, FakeTensor):
+            return val.fake_mode
+    raise ValueError("graph has no node with a fake tensor value")
+
+
+class Sizes:
+    """What is known about the symbolic sizes of one graph, asked without adding guards."""
+
+    def __init__(self, shape_env: ShapeEnv | None) -> None:
+        """Facts of `shape_env`; None for a graph whose sizes are all static."""
+        self.shape_env = shape_env
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Sizes:
+        """The facts that belong to a graph's fake values."""
+        return cls(fake_mode(graph).shape_env)
+
+    def known(self, condition: Any) -> bool:
+        """True iff a sympy condition (or bool) holds for all admitted sizes; adds no guard."""
+        if condition in (True, sympy.true):
+            return True
+        if condition in (False, sympy.false) or self.shape_env is None:
+            return False
+        return statically_known_true(self.shape_env.create_symboolnode(condition))
+
+    def equal(self, a: SizeLike, b: SizeLike) -> bool:
+        """True iff both sizes are provably the same."""
+        a, b = size_expr(a), size_expr(b)
+        return a == b or self.known(sympy.Eq(a, b))
+
+    def at_least(self, a: SizeLike, b: SizeLike) -> bool:
+        """True iff `a >= b` is provable."""
+        return self.known(sympy.Ge(size_expr(a), size_expr(b)))
+
+    def hint(self, size: SizeLike) -> int | None:
+        """The size in the call being compiled, None where it has none (unbacked)."""
+        expr = size_expr(size)
+        if expr.is_number:
+            return int(expr)
+        if self.shape_env is None:
+            return None
+        hint = self.shape_env.size_hint(expr, allow_none=True)
+        return None if hint is None else int(hint)
+
+
+class Emitter:
+    """Inserts call nodes before an anchor; each gets `meta["val"]` by running its op on fakes."""
+
+    def __init__(self, anchor: fx.Node) -> None:
+        """Nodes go right before `anchor` and carry its source location."""
+        self.graph = anchor.graph
+        self.anchor = anchor
+        self.mode = fake_mode(anchor.graph)
+        keep = ("stack_trace", "nn_module_stack", "source_fn_stack")
+        self._meta = {key: anchor.meta[key] for key in keep if key in anchor.meta}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert one call; arguments may be nodes, sizes as sympy expressions, or constants."""
+        args, kwargs = self._sizes(args), self._sizes(kwargs)
+        with self.graph.inserting_before(self.anchor):
+            node = self.graph.call_function(target, args, kwargs)
+        fake_args, fake_kwargs = fx.map_arg((node.args, node.kwargs), value)
+        with tracing(None), self.mode:
+            node.meta.update(self._meta, val=target(*fake_args, **fake_kwargs))
+        return node
+
+    def size(self, size: SizeLike) -> int | fx.Node:
+        """A size as a graph argument: an int, or a node that computes the expression."""
+        expr = size_expr(size)
+        if expr.is_number:
+            return int(expr)
+        env = {symbol: _Arithmetic(self, self._symbol(symbol)) for symbol in expr.free_symbols}
+        result = sympy_interp(PythonReferenceAnalysis, cast("Any", env), expr)
+        return cast("int | fx.Node", result.node if isinstance(result, _Arithmetic) else result)
+
+    def _sizes(self, args: Any) -> Any:
+        if isinstance(args, sympy.Expr):
+            return self.size(args)
+        if isinstance(args, (list, tuple)):
+            return type(args)(self._sizes(a) for a in args)
+        if isinstance(args, dict):
+            return {key: self._sizes(a) for key, a in args.items()}
+        return args
+
+    def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
+        """A node that holds the value of a size symbol."""
+        for node in self.graph.find_nodes(op="placeholder"):
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and val.node.expr == symbol:
+                return node
+        for node in self.graph.find_nodes(op="placeholder"):
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            if symbol in (sizes := shape(node)):
+                return self.call(aten.sym_size.int, node, sizes.index(symbol))
+        raise ValueError(f"no graph input holds the size symbol {symbol}")
+
+
+class _Arithmetic:
+    """A SymInt node under Python operators: `sympy_interp` builds size arithmetic with it."""
+
+    def __init__(self, emitter: Emitter, node: fx.Node) -> None:
+        self.emitter = emitter
+        self.node = node
+
+    def _binary(self, target: Any, *args: Any) -> _Arithmetic:
+        raw = [a.node if isinstance(a, _Arithmetic) else a for a in args]
+        return _Arithmetic(self.emitter, self.emitter.call(target, *raw))
+
+
+def _install_operators() -> None:
+    import operator
+
+    for name in ("add", "sub", "mul", "floordiv", "mod", "pow", "neg"):
+        target = getattr(operator, name)
+        forward = lambda self, *other, t=target: self._binary(t, self, *other)  # noqa: E731
+        reverse = lambda self, other, t=target: self._binary(t, other, self)  # noqa: E731
+        setattr(_Arithmetic, f"__{name}__", forward)
+        setattr(_Arithmetic, f"__r{name}__", reverse)
+
+
+_install_operators()
+
+
+def show(graph: fx.Graph) -> str:
+    """Text of a graph that is stable across torch versions: for tests, reports and dumps.
+
+    Nodes are numbered within their op's name and symbols in order of appearance; a line reads
+    `%cat: f32[8, 2, s0 + 5, 16] = cat([%view, %arg2], 2)`.
+    """
+    from torch_cascade.compiler.printing import Printer
+
+    return Printer(graph).text()
+
+
+def users_outside(nodes: Sequence[fx.Node], root: fx.Node) -> list[fx.Node]:
+    """Users of `nodes` that are neither among them nor users of `root`."""
+    inside = set(nodes)
+    return [u for n in nodes if n is not root for u in n.users if u not in inside]

@@ -1,0 +1,95 @@
+"""Stable text of an FX graph. `compiler.graph.show` is the way in."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "b8",
+}
+
+
+class Printer:
+    """Prints one graph; holds the renaming of nodes and symbols."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        """Names are given in graph order, once."""
+        self.graph = graph
+        self.names: dict[fx.Node, str] = {}
+        self.symbols: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for node in graph.nodes:
+            base = self._base(node)
+            number = counts[base]
+            counts[base] += 1
+            numbered = node.op == "placeholder" or number
+            self.names[node] = f"%{base}{number if node.op == 'placeholder' else f'_{number}'}"
+            if not numbered:
+                self.names[node] = f"%{base}"
+
+    def text(self) -> str:
+        """The whole graph, a line a node."""
+        return "\n".join(self._line(node) for node in self.graph.nodes)
+
+    def _base(self, node: fx.Node) -> str:
+        if node.op == "placeholder":
+            return "arg"
+        if node.op == "output":
+            return "return"
+        return self._target(node).replace("cascade.", "").replace(".", "_")
+
+    def _target(self, node: fx.Node) -> str:
+        target = node.target
+        if isinstance(target, torch._ops.OpOverload):
+            namespace, name = target._schema.name.split("::")
+            return name if namespace in ("aten", "prims") else f"{namespace}.{name}"
+        if isinstance(target, str):
+            return target
+        return getattr(target, "__name__", str(target))
+
+    def _line(self, node: fx.Node) -> str:
+        if node.op == "output":
+            return f"return {self._format(node.args[0])}"
+        head = f"{self.names[node]}: {self._type(node.meta.get('val'))}"
+        if node.op in ("placeholder", "get_attr"):
+            return head
+        parts = [self._format(a) for a in node.args]
+        parts += [f"{k}={self._format(v)}" for k, v in node.kwargs.items()]
+        return f"{head} = {self._target(node)}({', '.join(parts)})"
+
+    def _type(self, val: Any) -> str:
+        if isinstance(val, torch.Tensor):
+            sizes = ", ".join(self._symbolic(s) for s in val.shape)
+            return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{sizes}]"
+        if isinstance(val, (tuple, list)):
+            return f"({', '.join(self._type(v) for v in val)})"
+        if isinstance(val, torch.SymInt):
+            return self._symbolic(val)
+        return type(val).__name__
+
+    def _symbolic(self, size: Any) -> str:
+        return re.sub(r"\b[suz]+f?\d+\b", self._symbol, str(size))
+
+    def _symbol(self, match: re.Match[str]) -> str:
+        name = match.group()
+        return self.symbols.setdefault(name, f"{name[0]}{len(self.symbols)}")
+
+    def _format(self, arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return self.names[arg]
+        if isinstance(arg, (list, tuple)):
+            return f"[{', '.join(self._format(a) for a in arg)}]"
+        if isinstance(arg, float):
+            return f"{arg:.6g}"
+        return str(arg).replace("torch.", "") if isinstance(arg, torch.dtype) else str(arg)

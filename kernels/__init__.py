@@ -1,0 +1,1 @@
+"""The four ops: contract, reference, and how each target computes them."""

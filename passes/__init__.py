@@ -1,0 +1,1 @@
+"""Graph analyses and rewrites; import from compiler leaves, runtime and kernels only."""

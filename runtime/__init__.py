@@ -1,0 +1,1 @@
+"""What a user holds at run time: caches and the merge laws."""
