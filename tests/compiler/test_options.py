@@ -1,0 +1,186 @@
+"""Options: precedence, parsing, what goes to Inductor, what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_cascade.compiler.options import KNOWN_PASSES, Options, settings
+
+# name: (option, its value; variable, its value)
+EVERY = {
+    "disable": (False, False, "1", True),
+    "passes": ([], (), "cascade", ("cascade",)),
+    "decide": ("always", "always", "never", "never"),
+    "guards": ("auto", "auto", "never", "never"),
+    "strict": ("yes", True, "off", False),
+    "verify": (1, True, "false", False),
+    "dump": ("graphs", Path("graphs"), "elsewhere", Path("elsewhere")),
+}
+
+
+def test_defaults_without_options_or_variables():
+    options, patches = Options.resolve(None, None)
+    assert options == Options()
+    assert options.passes == KNOWN_PASSES and options.dump is None
+    assert patches == {}
+
+
+def test_every_option_is_covered_here():
+    assert [s.name for s in settings()] == list(EVERY)
+    assert [s.variable for s in settings()] == [f"TORCH_CASCADE_{n.upper()}" for n in EVERY]
+    assert all(s.meaning for s in settings())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_explicit_option_beats_its_variable_beats_the_default(name, monkeypatch):
+    given, from_option, text, from_variable = EVERY[name]
+    assert getattr(Options.resolve({name: given})[0], name) == from_option
+    monkeypatch.setenv(f"TORCH_CASCADE_{name.upper()}", text)
+    assert getattr(Options.resolve()[0], name) == from_variable
+    assert getattr(Options.resolve({name: given})[0], name) == from_option
+    assert from_option != from_variable
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_an_empty_variable_counts_as_unset(name, monkeypatch):
+    monkeypatch.setenv(f"TORCH_CASCADE_{name.upper()}", "")
+    assert Options.resolve()[0] == Options()
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", " on ", True, 1])
+def test_words_for_true(word, monkeypatch):
+    assert Options.resolve({"strict": word})[0].strict is True
+    monkeypatch.setenv("TORCH_CASCADE_STRICT", str(word))
+    assert Options.resolve()[0].strict is True
+
+
+@pytest.mark.parametrize("word", ["0", "false", "No", "off", False, 0])
+def test_words_for_false(word, monkeypatch):
+    monkeypatch.setenv("TORCH_CASCADE_STRICT", "1")
+    assert Options.resolve({"strict": word})[0].strict is False
+
+
+def test_an_unreadable_variable_is_an_error_even_where_the_option_is_given(monkeypatch):
+    monkeypatch.setenv("TORCH_CASCADE_DECIDE", "fast")
+    with pytest.raises(ValueError, match="variable TORCH_CASCADE_DECIDE: expected one of auto, al"):
+        Options.resolve({"decide": "always"})
+
+
+BAD = [
+    ("strict", 2, "option 'strict': expected one of 0, 1, .* got 2"),
+    ("strict", None, "got None"),
+    ("strict", 1.0, "got 1.0"),
+    ("decide", "fast", "option 'decide': expected one of auto, always, never, got 'fast'"),
+    ("decide", True, "expected one of auto, always, never, got True"),
+    ("guards", "always", "option 'guards': expected one of auto, never, got 'always'"),
+    ("passes", "blend", r"expected passes of this version \(cascade\).* got 'blend'"),
+    ("passes", "", "got ''"),
+    ("passes", [["cascade"]], "option 'passes'"),
+    ("passes", 3, "got 3"),
+    ("dump", "", "option 'dump': expected the path of a folder, got ''"),
+    ("dump", 3, "got 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), BAD)
+def test_a_bad_value_names_option_expected_and_actual(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        Options.resolve({name: value})
+
+
+def test_an_unknown_option_names_the_nearest_and_all_of_ours():
+    with pytest.raises(ValueError) as error:
+        Options.resolve({"decid": "always"})
+    message = str(error.value)
+    assert "unknown option 'decid'; did you mean decide" in message
+    assert all(name in message for name in [*EVERY, "mode", "torch._inductor.list_options()"])
+
+
+def test_the_nearest_names_include_those_of_inductor():
+    with pytest.raises(ValueError, match=r"did you mean .*max_autotune"):
+        Options.resolve({"max_autotun": True})
+
+
+def test_an_option_that_resembles_nothing_still_lists_the_valid_ones():
+    with pytest.raises(ValueError, match="unknown option 'qqqq'; valid names are disable, "):
+        Options.resolve({"qqqq": 1})
+
+
+def test_an_unknown_variable_with_our_prefix_is_an_error(monkeypatch):
+    monkeypatch.setenv("TORCH_CASCADE_STRICK", "1")
+    with pytest.raises(ValueError, match="TORCH_CASCADE_STRICK; did you mean TORCH_CASCADE_STRICT"):
+        Options.resolve()
+
+
+def test_inductor_names_pass_through_with_dashes_or_underscores():
+    given = {"max-autotune": True, "triton.cudagraphs": False, "strict": True}
+    options, patches = Options.resolve(given)
+    assert options.strict
+    assert patches == {"max_autotune": True, "triton.cudagraphs": False}
+    assert given == {"max-autotune": True, "triton.cudagraphs": False, "strict": True}
+
+
+@pytest.mark.parametrize("name", [s.name for s in settings()] + ["mode"])
+def test_no_option_of_ours_hides_one_of_inductor(name):
+    assert name not in torch._inductor.list_options()
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_inductor_values_are_type_checked_as_torch_does(value):
+    with pytest.raises(ValueError, match="option 'max_autotune': expected bool, got"):
+        Options.resolve({"max_autotune": value})
+    with pytest.raises(RuntimeError, match="Unexpected type of attr max_autotune"):
+        torch._TorchCompileInductorWrapper(None, {"max_autotune": value}, None)
+
+
+@pytest.mark.parametrize(
+    "name", ["fx_graph_remote_cache", "triton_kernel_default_layout_constraint"]
+)
+def test_union_and_parametrised_types_are_let_through(name):
+    value = object()
+    assert Options.resolve({name: value})[1] == {name: value}
+
+
+@pytest.mark.parametrize("how", ["argument", "option", "both"])
+def test_modes_become_patches(how):
+    name = "max-autotune-no-cudagraphs"
+    argument = name if how != "option" else None
+    option = {"mode": name} if how != "argument" else {}
+    _, patches = Options.resolve(option, argument)
+    assert patches == torch._inductor.list_mode_options(name)
+    assert "mode" not in patches
+
+
+def test_default_and_empty_modes_patch_nothing():
+    assert [Options.resolve(None, mode)[1] for mode in ("default", "", None)] == [{}, {}, {}]
+
+
+def test_options_by_name_beat_the_mode():
+    _, patches = Options.resolve({"triton.cudagraphs": False}, "reduce-overhead")
+    assert patches == {"triton.cudagraphs": False}
+
+
+def test_patches_are_a_copy_of_the_mode():
+    Options.resolve(None, "reduce-overhead")[1]["triton.cudagraphs"] = "changed"
+    assert torch._inductor.list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+
+
+@pytest.mark.parametrize(
+    ("option", "argument", "message"),
+    [
+        ("max-autotune", "reduce-overhead", "'mode' is 'max-autotune' but .*'reduce-overhead'"),
+        ("fast", None, "mode: expected one of default, .*, got 'fast'"),
+        (3, None, "option 'mode': expected a name, got 3"),
+    ],
+)
+def test_bad_modes(option, argument, message):
+    with pytest.raises(ValueError, match=message):
+        Options.resolve({"mode": option}, argument)
+
+
+def test_the_fingerprint_changes_with_what_changes_code_and_with_nothing_else():
+    base = Options().fingerprint()
+    assert Options(dump=Path("x"), verify=True, strict=True, disable=True).fingerprint() == base
+    for other in (Options(decide="never"), Options(guards="never"), Options(passes=())):
+        assert other.fingerprint() != base
