@@ -47,6 +47,106 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Explanation:
+    """What a reason means, for the README and for reports.
+
+    Attributes:
+        meaning: why the attention was left as it is.
+        remedy: what the user can do about it ("" where nothing is to be done).
+    """
+
+    meaning: str
+    remedy: str = ""
+
+
+_OUTSIDE = "Call attention outside of it."
+_BUG = "Please report it with the warning's text; the graph ran as plain Inductor compiles it."
+
+EXPLANATIONS: dict[Reason, Explanation] = {
+    Reason.REQUIRES_GRAD: Explanation(
+        "The graph is compiled for training: an input requires a gradient.",
+        "Run under `torch.no_grad()` or `torch.inference_mode()`.",
+    ),
+    Reason.DROPOUT: Explanation(
+        "The attention drops probabilities at random.", "Call `model.eval()`, or pass dropout 0."
+    ),
+    Reason.HIGHER_ORDER_BODY: Explanation(
+        "The attention stands in the body of a higher-order op (checkpoint, cond, map, scan).",
+        _OUTSIDE,
+    ),
+    Reason.FLEX_ATTENTION: Explanation(
+        "`flex_attention` compiles its own kernel from its own mask function.",
+        "Use `scaled_dot_product_attention`.",
+    ),
+    Reason.MULTI_HEAD_ATTENTION: Explanation(
+        "`nn.MultiheadAttention` arrives as one call that hides its attention.",
+        "Project q, k, v yourself and call `scaled_dot_product_attention`.",
+    ),
+    Reason.SDPA_KERNEL_CONTEXT: Explanation(
+        "The call stands in `torch.nn.attention.sdpa_kernel`, which asks for one kernel.", _OUTSIDE
+    ),
+    Reason.TENSOR_SCALE: Explanation(
+        "The scale is a tensor, so its value is unknown.", "Pass a Python float, or scale q."
+    ),
+    Reason.FLOAT64: Explanation(
+        "The kernels of this device compute in float32 at best.", "Use float32 or lower."
+    ),
+    Reason.UNSUPPORTED_CALL: Explanation(
+        "The attention call has arguments, a dtype or a device that no kernel here takes.",
+    ),
+    Reason.AUTOCAST_MIXED: Explanation(
+        "Autocast gives the operands of one attention different dtypes.",
+        "Cast q, k and v to one dtype before the call.",
+    ),
+    Reason.SPELLING: Explanation(
+        "It looks like attention written by hand, but is not provably the same function.",
+        "Call `scaled_dot_product_attention`.",
+    ),
+    Reason.FINITE_FILL: Explanation(
+        "The mask fills with a large finite number, which is not the same as hiding a key.",
+        "Mask with `-inf` or a boolean mask.",
+    ),
+    Reason.SCORES_USED: Explanation(
+        "The scores or probabilities are used elsewhere, so they must exist whole.",
+        "Do not return attention weights.",
+    ),
+    Reason.NO_SHARED_PREFIX: Explanation(
+        "Keys and values are not provably expanded from fewer rows inside the graph.",
+        "Expand inside the compiled function, or use `SharedPrefixCache`.",
+    ),
+    Reason.KV_MISMATCH: Explanation(
+        "Keys and values are put together differently.", "Build both in the same way."
+    ),
+    Reason.RANK: Explanation(
+        "The operands have neither 3 nor 4 dimensions, or batch sizes that do not agree.",
+        "Reshape to [batch, heads, tokens, features].",
+    ),
+    Reason.LAYOUT: Explanation(
+        "An op between the prefix and the attention mixes axes in a way that is not understood.",
+        "Concatenate along the tokens and expand along the batch.",
+    ),
+    Reason.EMPTY_SEGMENT: Explanation("A part of the keys may be empty."),
+    Reason.MASK_SHAPE: Explanation(
+        "The mask does not provably broadcast to [batch, heads, queries, keys].",
+        "Give the mask 4 dimensions.",
+    ),
+    Reason.NOT_PROFITABLE: Explanation(
+        "The cost model says that the rewrite reads no less memory at these sizes.",
+        "`decide=always` rewrites all the same.",
+    ),
+    Reason.NEVER: Explanation("`decide=never` was asked for: analysis only."),
+    Reason.UNBACKED_SIZE: Explanation(
+        "The decision needs a size that is known only when the graph runs.",
+        "`decide=always` needs no size.",
+    ),
+    Reason.NO_KERNEL: Explanation("No kernel for this device computes the rewritten attention."),
+    Reason.PASS_FAILED: Explanation("A pass raised an exception: a bug of this package.", _BUG),
+    Reason.DISABLED: Explanation("`disable` was set: plain Inductor."),
+}
+"""One entry for each reason, in the order of the enum; the README's table is checked against it."""
+
+
+@dataclass(frozen=True)
 class Declined:
     """A refusal with its reason; falsy, so `if site:` reads well at the call site.
 
