@@ -1,0 +1,1 @@
+"""The main job: one prompt, eight branches, cascade against what stock users run."""
