@@ -11,7 +11,16 @@ from support.source import ROOT, Module, modules
 PACKAGE = "torch_cascade"
 LEAVES = {
     f"compiler.{name}"
-    for name in ("options", "report", "cost", "device", "graph", "printing", "pass_base")
+    for name in (
+        "options",
+        "report",
+        "record",
+        "cost",
+        "device",
+        "graph",
+        "printing",
+        "pass_base",
+    )
 }
 # layer -> the layers it may import from
 MAY_IMPORT = {
