@@ -155,12 +155,15 @@ class Declined:
         node: name of the graph node it concerns ("" where there is none).
         detail: what was found, with numbers; for people.
         hint: what the user could change ("" where nothing helps).
+        where: the user's source line, as `compiler.record.source_line` gives it; set where the
+            node is not in the graph the passes see.
     """
 
     reason: Reason
     node: str = ""
     detail: str = ""
     hint: str = ""
+    where: str = ""
 
     def __bool__(self) -> bool:
         return False
