@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torch_cascade.runtime.prefix_layers import GrowingLayer, SharedPrefixLayer, StaticLayer
+from torch_cascade.runtime.prefix_layers import GrowingLayer, SharedPrefixLayer
+from torch_cascade.runtime.static_layer import StaticLayer
 
 from transformers.cache_utils import (  # isort: skip  (prefix_layers says what to install)
     Cache,
@@ -118,7 +119,7 @@ class SharedPrefixCache(Cache):
             input_ids: int64 [B, L], L >= 2; prompts of different lengths are padded on the left.
             branches: sequences that continue each prompt.
             attention_mask: [B, L], 0 at padding; give `generate` the same mask.
-            max_suffix: see `SharedPrefixCache`; at least 1 + new tokens - 1 are written.
+            max_suffix: see `SharedPrefixCache`; `generate` needs max_new_tokens of it.
 
         Returns:
             The cache to pass on with the whole `input_ids`, to `generate` for instance.
