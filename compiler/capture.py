@@ -9,7 +9,6 @@ from its module and its placeholders (which inputs are parameters) that a copy w
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,13 +18,11 @@ from torch import fx
 
 import torch_cascade.kernels.ops  # noqa: F401  (defines the ops of the namespace cascade)
 from torch_cascade.compiler import capture_rules as rules
-from torch_cascade.compiler.capture_kernels import pinned_calls
+from torch_cascade.compiler.record import source_line
 from torch_cascade.compiler.report import Declined, Reason
 
 # Devices on which every cascade op has a lowering.
 LOWERED_DEVICES = frozenset({"cpu"})
-
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)[^\n]*(?:\n(?P<code>[^\n]*))?')
 
 
 @dataclass(frozen=True)
@@ -34,14 +31,12 @@ class Captured:
 
     Attributes:
         node: name of the graph node, the same before and after.
-        where: the user's source line as `file:line` ("" if Dynamo recorded none).
-        code: text of that line.
+        where: the user's source line, "file:line: code" ("" if unknown).
         query, key, value: dtype and shape of the operands, e.g. `f32[2, 8, s0, 64]`.
     """
 
     node: str
     where: str
-    code: str
     query: str
     key: str
     value: str
@@ -67,11 +62,7 @@ def capture(
     """
     found: list[Captured | Declined] = []
     swaps: list[rules.Call] = []
-    scope = rules.Scope(
-        rules.builds_training_graph(gm, example_inputs),
-        pinned_calls(gm.graph),
-        frozenset(devices),
-    )
+    scope = rules.Scope.of(gm, example_inputs, devices)
     bodies: set[fx.GraphModule] = set()
     for node in gm.graph.nodes:
         if node.op == "get_attr":
@@ -91,19 +82,9 @@ def capture(
     return found
 
 
-def source_line(node: fx.Node) -> tuple[str, str]:
-    """Innermost user frame of a node as (`file:line`, code text); empty where none is known."""
-    frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
-    if not frames:
-        return "", ""
-    last = frames[-1]
-    return f"{last['file']}:{last['line']}", (last["code"] or "").strip()
-
-
 def _record(call: rules.Call) -> Captured:
-    where, code = source_line(call.node)
     operands = (rules.describe(n) for n in (call.query, call.key, call.value))
-    return Captured(call.node.name, where, code, *operands)
+    return Captured(call.node.name, source_line(call.node), *operands)
 
 
 def _swap(call: rules.Call) -> None:
@@ -124,9 +105,5 @@ def _in_bodies(gm: fx.GraphModule, node: fx.Node, seen: set[fx.GraphModule]) -> 
             yield from _in_bodies(body, inner, seen)
         if not rules.is_attention(inner):
             continue
-        yield Declined(
-            Reason.HIGHER_ORDER_BODY,
-            inner.name,
-            f"{rules.target_name(inner)} inside {node.target}",
-            "call the attention outside of checkpoint, cond, map and nested compile regions",
-        )
+        detail = f"{rules.target_name(inner)} in {node.target}"
+        yield rules.refuse(Reason.HIGHER_ORDER_BODY, inner, detail)

@@ -6,7 +6,7 @@ Nothing here changes a graph or asks a symbolic size for its truth value. Values
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -16,7 +16,9 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.compiler import capture_regions as regions
+from torch_cascade.compiler.record import source_line
+from torch_cascade.compiler.report import EXPLANATIONS, Declined, Reason
 
 aten = torch.ops.aten
 
@@ -63,14 +65,26 @@ class Scope:
     """What holds for a whole graph.
 
     Attributes:
-        training: AOTAutograd will differentiate the graph.
-        pinned: attention calls at which the graph itself has changed the choice of kernels.
+        training: AOTAutograd will trace a backward for the graph.
+        forward_mode: the graph computes with dual numbers.
+        pinned: nodes at which the graph itself has changed the choice of kernels.
         devices: device types that have a lowering.
     """
 
     training: bool
+    forward_mode: bool
     pinned: frozenset[fx.Node]
     devices: frozenset[str]
+
+    @classmethod
+    def of(cls, gm: fx.GraphModule, inputs: Sequence[Any], devices: Collection[str]) -> Scope:
+        """What holds for `gm`, called with `inputs`."""
+        return cls(
+            builds_training_graph(gm, inputs),
+            regions.differentiates_forward(gm.graph),
+            regions.pinned_nodes(gm.graph),
+            frozenset(devices),
+        )
 
 
 def is_attention(node: fx.Node) -> bool:
@@ -118,20 +132,13 @@ def legal_call(node: fx.Node, scope: Scope) -> Call | Declined:
     opaque = _opaque(node)
     if opaque is not None:
         return opaque
-    if scope.training or _requires_grad(node.meta.get("example_value")):
-        return Declined(
-            Reason.REQUIRES_GRAD,
-            node.name,
-            "an input requires grad, so the graph is compiled together with its backward",
-            "call the model under torch.no_grad() or torch.inference_mode()",
-        )
+    if scope.training or _requires_grad(_value(node)):
+        return refuse(Reason.REQUIRES_GRAD, node, "an input of the graph requires grad")
+    if scope.forward_mode:
+        return _unsupported(node, "the graph computes forward-mode derivatives")
     if node in scope.pinned:
-        return Declined(
-            Reason.SDPA_KERNEL_CONTEXT,
-            node.name,
-            "the compiled function selects the kernels of this call itself",
-            "enter torch.nn.attention.sdpa_kernel outside of the compiled function",
-        )
+        detail = "the compiled function itself says which kernels may run"
+        return refuse(Reason.SDPA_KERNEL_CONTEXT, node, detail)
     call = _bind(node)
     if isinstance(call, Declined):
         return call
@@ -139,19 +146,24 @@ def legal_call(node: fx.Node, scope: Scope) -> Call | Declined:
     return call if refusal is None else refusal
 
 
+def refuse(reason: Reason, node: fx.Node, detail: str) -> Declined:
+    """A refusal with the remedy its reason has and the user's line."""
+    return Declined(reason, node.name, detail, EXPLANATIONS[reason].remedy, source_line(node))
+
+
+def _unsupported(node: fx.Node, detail: str) -> Declined:
+    return refuse(Reason.UNSUPPORTED_CALL, node, detail)
+
+
 def _opaque(node: fx.Node) -> Declined | None:
     """The refusal of an attention that is no `scaled_dot_product_attention` call."""
     name = target_name(node)
     if _is_flex(node):
-        hint = "write the attention as scaled_dot_product_attention with a mask"
-        return Declined(Reason.FLEX_ATTENTION, node.name, f"{name} chooses its own kernel", hint)
+        return refuse(Reason.FLEX_ATTENTION, node, name)
     if node.target in MULTI_HEAD_TARGETS:
-        hint = "project the heads in the model and call scaled_dot_product_attention"
-        detail = f"{name} is one call for projections and attention"
-        return Declined(Reason.MULTI_HEAD_ATTENTION, node.name, detail, hint)
+        return refuse(Reason.MULTI_HEAD_ATTENTION, node, name)
     if _is_part(node):
-        hint = "call torch.nn.functional.scaled_dot_product_attention"
-        return Declined(Reason.UNSUPPORTED_CALL, node.name, f"{name} names its kernel", hint)
+        return _unsupported(node, f"{name} names one kernel")
     return None
 
 
@@ -178,17 +190,17 @@ def _bind(node: fx.Node) -> Call | Declined:
         return _unsupported(node, str(error).removeprefix("_arguments() "))
     dropout = given.pop("dropout_p")
     if isinstance(dropout, fx.Node) or dropout != 0:
-        hint = "call model.eval(), or pass dropout_p=0"
-        return Declined(Reason.DROPOUT, node.name, f"dropout_p={dropout}", hint)
+        return refuse(Reason.DROPOUT, node, f"dropout_p={dropout}")
     scale = _value(given["scale"])
     if isinstance(scale, torch.Tensor):
-        hint = "pass the scale as a float"
-        return Declined(Reason.TENSOR_SCALE, node.name, f"scale={given['scale']}", hint)
+        return refuse(Reason.TENSOR_SCALE, node, f"scale={given['scale']}")
     if not isinstance(scale, float | int | torch.SymFloat | torch.SymInt | None):
         return _unsupported(node, f"scale is {type(scale).__name__}")
     for flag in ("is_causal", "enable_gqa"):
         if not isinstance(given[flag], bool):
-            return _unsupported(node, f"{flag} is {type(_value(given[flag])).__name__}")
+            return refuse(
+                Reason.UNSUPPORTED_CALL, node, f"{flag} is {type(_value(given[flag])).__name__}"
+            )
     for name in ("query", "key", "value", "attn_mask"):
         if not isinstance(given[name], fx.Node) and (name, given[name]) != ("attn_mask", None):
             return _unsupported(node, f"{name} is {type(given[name]).__name__}")
@@ -201,23 +213,19 @@ def _refused_operands(call: Call, devices: frozenset[str]) -> Declined | None:
     for operand in (call.query, call.key, call.value, *masks, call.node):
         value = _value(operand)
         if not isinstance(value, FakeTensor) or value.layout != torch.strided:
-            return _unsupported(call.node, f"{operand.name} is not a plain dense tensor")
+            return refuse(
+                Reason.UNSUPPORTED_CALL, call.node, f"{operand.name} is not a plain dense tensor"
+            )
         if value.device.type not in devices:
-            detail = f"{operand.name} is on {value.device}"
-            return Declined(Reason.NO_KERNEL, call.node.name, detail)
+            return refuse(Reason.NO_KERNEL, call.node, f"{operand.name} is on {value.device}")
     for operand in (call.query, call.key, call.value):
         dtype = _value(operand).dtype
         if dtype not in DTYPES:
             return _unsupported(call.node, f"{operand.name} is {dtype}")
         if dtype == torch.float64 and _value(operand).device.type != "cpu":
             detail = f"{operand.name} is float64 on {_value(operand).device}"
-            hint = "use float32, or a lower precision"
-            return Declined(Reason.FLOAT64, call.node.name, detail, hint)
+            return refuse(Reason.FLOAT64, call.node, detail)
     return None
-
-
-def _unsupported(node: fx.Node, detail: str) -> Declined:
-    return Declined(Reason.UNSUPPORTED_CALL, node.name, detail)
 
 
 def _value(argument: Any) -> Any:
