@@ -80,7 +80,7 @@ class Scope:
     def of(cls, gm: fx.GraphModule, inputs: Sequence[Any], devices: Collection[str]) -> Scope:
         """What holds for `gm`, called with `inputs`."""
         return cls(
-            builds_training_graph(gm, inputs),
+            is_training(gm, inputs),
             regions.differentiates_forward(gm.graph),
             regions.pinned_nodes(gm.graph),
             frozenset(devices),
@@ -91,10 +91,8 @@ def is_attention(node: fx.Node) -> bool:
     """True for every call this package knows to be an attention, capturable or not."""
     if node.op != "call_function":
         return False
-    target = node.target
-    return (
-        target in SDPA_TARGETS or target in MULTI_HEAD_TARGETS or _is_flex(node) or _is_part(node)
-    )
+    named = node.target in SDPA_TARGETS or node.target in MULTI_HEAD_TARGETS
+    return named or _is_flex(node) or _is_part(node)
 
 
 def target_name(node: fx.Node) -> str:
@@ -111,7 +109,7 @@ def describe(node: fx.Node) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
 
 
-def builds_training_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+def is_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """True if AOTAutograd will trace a backward for this graph.
 
     Its rule (`create_aot_state` in torch/_functorch/aot_autograd.py): an input requires grad, and
@@ -198,9 +196,7 @@ def _bind(node: fx.Node) -> Call | Declined:
         return _unsupported(node, f"scale is {type(scale).__name__}")
     for flag in ("is_causal", "enable_gqa"):
         if not isinstance(given[flag], bool):
-            return refuse(
-                Reason.UNSUPPORTED_CALL, node, f"{flag} is {type(_value(given[flag])).__name__}"
-            )
+            return _unsupported(node, f"{flag} is {type(_value(given[flag])).__name__}")
     for name in ("query", "key", "value", "attn_mask"):
         if not isinstance(given[name], fx.Node) and (name, given[name]) != ("attn_mask", None):
             return _unsupported(node, f"{name} is {type(given[name]).__name__}")
@@ -213,9 +209,7 @@ def _refused_operands(call: Call, devices: frozenset[str]) -> Declined | None:
     for operand in (call.query, call.key, call.value, *masks, call.node):
         value = _value(operand)
         if not isinstance(value, FakeTensor) or value.layout != torch.strided:
-            return refuse(
-                Reason.UNSUPPORTED_CALL, call.node, f"{operand.name} is not a plain dense tensor"
-            )
+            return _unsupported(call.node, f"{operand.name} is not a plain dense tensor")
         if value.device.type not in devices:
             return refuse(Reason.NO_KERNEL, call.node, f"{operand.name} is on {value.device}")
     for operand in (call.query, call.key, call.value):
