@@ -18,7 +18,6 @@ from torch import fx
 
 import torch_cascade.kernels.ops  # noqa: F401  (defines the ops of the namespace cascade)
 from torch_cascade.compiler import capture_rules as rules
-from torch_cascade.compiler.capture_rules import is_training as is_training
 from torch_cascade.compiler.record import source_line
 from torch_cascade.compiler.report import Declined, Reason
 

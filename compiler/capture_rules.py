@@ -80,7 +80,7 @@ class Scope:
     def of(cls, gm: fx.GraphModule, inputs: Sequence[Any], devices: Collection[str]) -> Scope:
         """What holds for `gm`, called with `inputs`."""
         return cls(
-            is_training(gm, inputs),
+            builds_training_graph(gm, inputs),
             regions.differentiates_forward(gm.graph),
             regions.pinned_nodes(gm.graph),
             frozenset(devices),
@@ -109,7 +109,7 @@ def describe(node: fx.Node) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"
 
 
-def is_training(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
+def builds_training_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
     """True if AOTAutograd will trace a backward for this graph.
 
     Its rule (`create_aot_state` in torch/_functorch/aot_autograd.py): an input requires grad, and
