@@ -83,19 +83,21 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Project q, k, v yourself and call `scaled_dot_product_attention`.",
     ),
     Reason.SDPA_KERNEL_CONTEXT: Explanation(
-        "The call stands in `torch.nn.attention.sdpa_kernel`, which asks for one kernel.", _OUTSIDE
+        "The compiled function itself chooses the kernel of this call, with `sdpa_kernel` or so.",
+        "Enter `torch.nn.attention.sdpa_kernel` outside of the compiled function.",
     ),
     Reason.TENSOR_SCALE: Explanation(
         "The scale is a tensor, so its value is unknown.", "Pass a Python float, or scale q."
     ),
     Reason.FLOAT64: Explanation(
-        "The kernels of this device compute in float32 at best.", "Use float32 or lower."
+        "The kernels of this device compute in float32 at best.",
+        "Use float32 or a lower precision.",
     ),
     Reason.UNSUPPORTED_CALL: Explanation(
         "The attention call has arguments, a dtype or a device that no kernel here takes.",
     ),
     Reason.AUTOCAST_MIXED: Explanation(
-        "Autocast gives the operands of one attention different dtypes.",
+        "The operands of one attention have different dtypes.",
         "Cast q, k and v to one dtype before the call.",
     ),
     Reason.SPELLING: Explanation(
