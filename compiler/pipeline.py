@@ -1,0 +1,103 @@
+"""The passes of one compilation in order, as Inductor's `joint_custom_pre_pass`."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import torch_cascade
+from torch_cascade.compiler.graph import Sizes, show
+from torch_cascade.compiler.options import Options
+from torch_cascade.compiler.pass_base import Pass, PassContext
+from torch_cascade.compiler.record import Compilation
+from torch_cascade.passes.cascade import CascadePass
+from torch_cascade.passes.cleanup import CleanupPass
+from torch_cascade.passes.lower import LowerPass
+from torch_cascade.passes.verify import check_graph
+
+logger = logging.getLogger(__name__)
+
+UserPass = Callable[[fx.Graph], None]
+
+
+def passes_of(options: Options, graph: fx.Graph) -> tuple[Pass, ...]:
+    """The passes to run on a graph, in order."""
+    chosen = (CascadePass(),) if "cascade" in options.passes else ()
+    return (*chosen, LowerPass(), CleanupPass(since=frozenset(graph.nodes)))
+
+
+class Pipeline(CustomGraphPass):  # type: ignore[misc]
+    """Runs the passes on the functional graph that AOTAutograd hands to Inductor.
+
+    A user's own `joint_custom_pre_pass` runs first. `uuid` is part of Inductor's cache key: it
+    covers everything that can change the generated code.
+    """
+
+    def __init__(
+        self, options: Options, record: Compilation, users: tuple[UserPass, ...] = ()
+    ) -> None:
+        """The pipeline of one compilation."""
+        self.options = options
+        self.record = record
+        self.users = users
+        self.ran = False
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Edit `graph` in place."""
+        self.ran = True
+        for user_pass in self.users:
+            user_pass(graph)
+        if not _has_tensors(graph):
+            return
+        self.record.restart()
+        self.record.before = show(graph)
+        context = PassContext(Sizes.of(graph), self.options, self.record)
+        for each in passes_of(self.options, graph):
+            self._run(each, graph, context)
+        graph.lint()
+
+    def uuid(self) -> Any:
+        """Hash of this package's sources and the options, chained with the user's passes'.
+
+        None (the compilation is not cached) where a user's pass has none.
+        """
+        theirs = [getattr(user_pass, "uuid", lambda: None)() for user_pass in self.users]
+        if None in theirs:
+            return None
+        return hashlib.sha256(
+            repr((source_hash(), self.options.fingerprint(), theirs)).encode()
+        ).hexdigest()
+
+    def _run(self, each: Pass, graph: fx.Graph, context: PassContext) -> None:
+        begin = time.perf_counter()
+        each.apply(graph, context)
+        self.record.seconds[each.name] = time.perf_counter() - begin
+        logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
+        if each.name == "cascade":
+            self.record.after = show(graph)
+        if self.options.verify:
+            check_graph(graph, after=each.name)
+
+
+def _has_tensors(graph: fx.Graph) -> bool:
+    return any(isinstance(n.meta.get("val"), torch.Tensor) for n in graph.nodes)
+
+
+@cache
+def source_hash() -> str:
+    """Hash of every source file of this package: a warm cache must not serve stale code."""
+    root = Path(torch_cascade.__file__).parent
+    digest = hashlib.sha256()
+    for folder in ("compiler", "passes", "runtime", "kernels"):
+        for file in sorted((root / folder).glob("*.py")):
+            digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()

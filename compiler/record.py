@@ -1,0 +1,97 @@
+"""What one compilation found and did, as data: filled by the passes, read by reports."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.report import Declined
+
+
+@dataclass(frozen=True)
+class SegmentRecord:
+    """One segment of a site, for people.
+
+    Attributes:
+        keys: the run on the key axis, e.g. "[0, s0)".
+        base: the node that holds K, with its shape.
+        rows: which KV row a batch row reads, e.g. "n // 8".
+        branches: how many batch rows share one KV row.
+        mask: what was proved about it, e.g. "all visible".
+    """
+
+    keys: str
+    base: str
+    rows: str
+    branches: str
+    mask: str
+
+
+@dataclass(frozen=True)
+class SiteRecord:
+    """One attention: where it stands, what was found, what was decided.
+
+    Attributes:
+        node: its node in the functional graph.
+        where: the user's source line, "file:line: code" ("" if unknown).
+        form: "sdpa" or "eager".
+        shapes: q, k and v.
+        segments: in key order (empty if the analysis did not get there).
+        decision: the cost model's answer (None if a decline came first).
+        declined: why it was not rewritten; None if it was.
+    """
+
+    node: str
+    where: str
+    form: str = ""
+    shapes: str = ""
+    segments: tuple[SegmentRecord, ...] = ()
+    decision: Decision | None = None
+    declined: Declined | None = None
+
+    @property
+    def rewritten(self) -> bool:
+        """True iff the site was rewritten."""
+        return self.declined is None
+
+
+@dataclass
+class Compilation:
+    """The record of one compiled graph.
+
+    Attributes:
+        sites: every attention seen, in graph order; those declined at capture first.
+        before, after: the functional graph around the passes, as `compiler.graph.show` prints it.
+        seconds: time of each pass.
+        total_seconds: time of the whole compilation, passes included (0 until it ended).
+        cached: the passes did not run: Inductor found the whole artefact in its cache.
+    """
+
+    sites: list[SiteRecord] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+    total_seconds: float = 0.0
+    cached: bool = False
+
+    def restart(self) -> None:
+        """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""
+        self.sites = [s for s in self.sites if not s.form]
+        self.before = self.after = ""
+        self.seconds = {}
+
+
+def source_line(node: fx.Node) -> str:
+    """The user's line a node comes from: "file:line: code", "" where no trace was kept."""
+    trace: Any = node.meta.get("stack_trace")
+    if not isinstance(trace, str):
+        return ""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+    if not frames:
+        return ""
+    file, line, code = frames[-1]
+    return f"{file}:{line}: {code.strip()}"

@@ -1,0 +1,50 @@
+"""Cleanup after rewriting: nodes that nobody uses any more, and work done twice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten
+
+from torch_cascade.compiler.pass_base import Pass, PassContext
+
+
+@dataclass(frozen=True)
+class CleanupPass(Pass):
+    """Drops dead nodes, then joins equal nodes among those the passes made.
+
+    Every layer slices the same mask and counts the same positions; a rewrite a layer would prepare
+    them a layer. Nodes of the user's own graph are never joined: an unmatched graph stays as it is.
+    """
+
+    name: ClassVar[str] = "cleanup"
+    since: frozenset[fx.Node] = frozenset()
+
+    def apply(self, graph: fx.Graph, context: PassContext) -> None:
+        """Erase dead nodes, then each made node that repeats an earlier one."""
+        graph.eliminate_dead_code()
+        seen: dict[Any, fx.Node] = {}
+        for node in list(graph.nodes):
+            if node in self.since or node.op != "call_function" or not _is_pure(node):
+                continue
+            key = _key(node)
+            first = seen.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # size arithmetic
+    return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _key(node: fx.Node) -> tuple[Any, ...]:
+    leaves, spec = tree_flatten((node.args, node.kwargs))
+    typed = tuple((type(leaf), leaf if isinstance(leaf, fx.Node) else repr(leaf)) for leaf in leaves)
+    return node.target, typed, spec

@@ -1,0 +1,263 @@
+"""Writes a cascade plan into the graph: attend a part, merge, and the output as it was."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, tensor
+from torch_cascade.passes.axes import Digit
+from torch_cascade.passes.layout import laid_out
+from torch_cascade.passes.plan import CascadePlan, Part
+from torch_cascade.passes.prefix import Piece, Segment, axis_size
+from torch_cascade.passes.site import AttentionSite, MaskTerm
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Below this every score of a row is a huge finite mask that absorbed it: float32 keeps no digit.
+_ABSORBING = -1e30
+
+
+def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
+    """Replace a site by its cascade form.
+
+    Returns:
+        The node that now stands for the attention, with the dtype, sizes and strides of the old.
+    """
+    site = plan.site
+    emit = Emitter(site.node)
+    q, scale = _query(emit, site)
+    partials = [_attend(emit, site, part, q, scale, sizes) for part in plan.parts]
+    out, lse = _merged(emit, plan, partials)
+    if site.fully_masked == "nan" and not plan.rows_see_a_key:
+        out = _nan_where_empty(emit, out, lse)
+    if "h" not in site.q.axes:
+        out = emit.call(aten.squeeze.dim, out, 1)
+    dtype = tensor(site.node).dtype
+    if tensor(out).dtype != dtype:
+        out = emit.call(prims.convert_element_type.default, out, dtype)
+    out = laid_out(emit, out, plan.order)
+    out.meta["val"] = site.node.meta["val"]
+    site.node.replace_all_uses_with(out)
+    site.node.graph.erase_node(site.node)
+    return out
+
+
+def _query(emit: Emitter, site: AttentionSite) -> tuple[fx.Node, float | fx.Node | None]:
+    """The query as [n, h, q, d], and the scale that `attend` takes (a tensor scale goes into q)."""
+    q, scale = site.q.node, site.scale
+    order = [site.q.axes.index(axis) for axis in ("n", "h", "q", "d") if axis in site.q.axes]
+    if order != sorted(order):
+        q = emit.call(aten.permute.default, q, order)
+    if "h" not in site.q.axes:
+        q = emit.call(aten.unsqueeze.default, q, 1)
+    if isinstance(scale, fx.Node) and isinstance(scale.meta["val"], torch.Tensor):
+        return emit.call(aten.mul.Tensor, q, scale), 1.0
+    return q, scale
+
+
+def _attend(
+    emit: Emitter,
+    site: AttentionSite,
+    part: Part,
+    q: fx.Node,
+    scale: float | fx.Node | None,
+    sizes: Sizes,
+) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """One `attend`: (o, lse, mask), rows in the order of the batch."""
+    rows = _RowOrder(emit, part.segments[0], sizes)
+    k = _key_values(emit, [s.k for s in part.segments])
+    v = _key_values(emit, [s.v for s in part.segments])
+    terms = [_mask_slice(emit, site, term, part, rows) for term in part.mask.terms]
+    mask = _one_mask(emit, terms)
+    options: dict[str, Any] = {"branches": part.segments[0].branches, "scale": scale}
+    if part.mask.q_offset is not None:
+        options["q_positions"] = _positions(emit, site, part.mask.q_offset)
+    if part.mask.window is not None:
+        options["window"] = part.mask.window
+    attend = torch.ops.cascade.attend.default
+    pair = emit.call(attend, rows.grouped(q), k, v, mask, **options)
+    out = emit.call(operator.getitem, pair, 0)
+    lse = emit.call(operator.getitem, pair, 1)
+    return rows.restored(out), rows.restored(lse), mask
+
+
+def _positions(emit: Emitter, site: AttentionSite, offset: Size) -> fx.Node:
+    """Position of each query on the part's own key axis."""
+    device = tensor(site.q.node).device
+    iota = emit.call(
+        prims.iota.default,
+        axis_size(site.q, "q"),
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device=device,
+        requires_grad=False,
+    )
+    return iota if offset == 0 else emit.call(aten.add.Tensor, iota, offset)
+
+
+def _key_values(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
+    """K or V of a part as [rows, heads, keys, d]; pieces that follow one another are joined."""
+    nodes = [_key_value(emit, piece) for piece in pieces]
+    return nodes[0] if len(nodes) == 1 else emit.call(aten.cat.default, nodes, 2)
+
+
+def _key_value(emit: Emitter, piece: Piece) -> fx.Node:
+    node = piece.base
+    for index, (dim, size) in enumerate(zip(piece.dims, shape(piece.base), strict=True)):
+        if dim.extent != size or dim.offset != 0:
+            end = dim.offset + dim.extent
+            node = emit.call(aten.slice.Tensor, node, index, dim.offset, end)
+    node = _arranged(emit, node, piece)
+    for dtype in piece.casts:
+        node = emit.call(prims.convert_element_type.default, node, dtype)
+    return node
+
+
+def _arranged(emit: Emitter, node: fx.Node, piece: Piece) -> fx.Node:
+    """A base (already sliced) as [rows, heads, keys, d]: split into digits, sorted, joined."""
+    digits = [digit for dim in piece.dims for digit in dim.digits]
+    hint = Sizes.of(emit.graph).hint
+    wanted = [
+        sorted((d for d in digits if d.axis == axis), key=lambda d: -(hint(d.stride) or 0))
+        for axis in ("n", "h", "k", "d")
+    ]
+    if [list(dim.digits) for dim in piece.dims] == wanted:
+        return node
+    order = [digits.index(d) for group in wanted for d in group]
+    if any(len(dim.digits) != 1 for dim in piece.dims):
+        node = emit.call(aten.reshape.default, node, [d.size for d in digits])
+    if order != sorted(order):
+        node = emit.call(aten.permute.default, node, order)
+    return emit.call(aten.reshape.default, node, [product(d.size for d in g) for g in wanted])
+
+
+class _RowOrder:
+    """Batch rows regrouped so that the branches of one KV row stand together, and back.
+
+    `repeat_interleave` order is already so and nothing is emitted; `repeat` order is not.
+    """
+
+    def __init__(self, emit: Emitter, segment: Segment, sizes: Sizes) -> None:
+        self.emit = emit
+        digits: list[Digit] = [*segment.kept, *segment.dropped]
+        self.sizes = [d.size for d in digits]
+        natural = sorted(digits, key=lambda d: -(sizes.hint(d.stride) or 0))
+        self.natural = [d.size for d in natural]
+        self.order = [natural.index(d) for d in digits]
+
+    def grouped(self, node: fx.Node) -> fx.Node:
+        """[N, ...] in batch order to kept digits major, branches minor."""
+        return self._moved(node, self.natural, self.order)
+
+    def restored(self, node: fx.Node) -> fx.Node:
+        """The inverse of `grouped`."""
+        inverse = [self.order.index(d) for d in range(len(self.order))]
+        return self._moved(node, self.sizes, inverse)
+
+    def _moved(self, node: fx.Node, split: list[Size], order: list[int]) -> fx.Node:
+        if order == sorted(order):
+            return node
+        first, *rest = shape(node)
+        opened = self.emit.call(aten.reshape.default, node, [*split, *rest])
+        tail = range(len(order), len(order) + len(rest))
+        moved = self.emit.call(aten.permute.default, opened, [*order, *tail])
+        return self.emit.call(aten.reshape.default, moved, [first, *rest])
+
+
+def _mask_slice(
+    emit: Emitter, site: AttentionSite, term: MaskTerm, part: Part, rows: _RowOrder
+) -> MaskTerm:
+    """A mask term cut to a part's keys, as a tensor that broadcasts to [n, h, q, k]."""
+    node = term.node
+    if "h" not in site.q.axes and len(shape(node)) == 3:
+        node = emit.call(aten.unsqueeze.default, node, 1)
+    dims = shape(node)
+    if dims and dims[-1] != 1:
+        start = part.segments[0].start
+        node = emit.call(aten.slice.Tensor, node, len(dims) - 1, start, start + part.length)
+    if len(dims) == 4 and dims[0] != 1:
+        node = rows.grouped(node)
+    return MaskTerm(node, term.kind)
+
+
+def _one_mask(emit: Emitter, terms: Sequence[MaskTerm]) -> fx.Node | None:
+    """All terms as one mask: bool (True = visible) if none adds, else floating."""
+    visible: fx.Node | None = None
+    added: fx.Node | None = None
+    for term in terms:
+        if term.kind == "add":
+            added = term.node if added is None else emit.call(aten.add.Tensor, added, term.node)
+            continue
+        keep = term.node
+        if term.kind == "drop":
+            keep = emit.call(aten.bitwise_not.default, keep)
+        both = aten.bitwise_and.Tensor
+        visible = keep if visible is None else emit.call(both, visible, keep)
+    if added is None or visible is None:
+        return visible if added is None else added
+    hidden = emit.call(aten.full.default, [], -math.inf, dtype=tensor(added).dtype)
+    return emit.call(aten.where.self, visible, added, hidden)
+
+
+def _merged(
+    emit: Emitter,
+    plan: CascadePlan,
+    partials: Sequence[tuple[fx.Node, fx.Node, fx.Node | None]],
+) -> tuple[fx.Node, fx.Node]:
+    outs = [out for out, _, _ in partials]
+    lses = [lse for _, lse, _ in partials]
+    if len(partials) == 1:
+        return outs[0], lses[0]
+    if not plan.bounded:
+        lses = _absorbed(emit, plan, lses, [mask for _, _, mask in partials])
+    pair = emit.call(torch.ops.cascade.merge.default, outs, lses)
+    return emit.call(operator.getitem, pair, 0), emit.call(operator.getitem, pair, 1)
+
+
+def _absorbed(
+    emit: Emitter, plan: CascadePlan, lses: list[fx.Node], masks: Sequence[fx.Node | None]
+) -> list[fx.Node]:
+    """Log-sum-exps in which rows of huge finite masks weigh their parts by number of keys.
+
+    A row masked everywhere with finfo.min is uniform over all its keys, but its log-sum-exp,
+    finfo.min + log(count), has lost the count to rounding. Such rows get log(count) back.
+    """
+    top = lses[0]
+    for lse in lses[1:]:
+        top = emit.call(aten.maximum.default, top, lse)
+    lost = emit.call(aten.le.Scalar, top, _ABSORBING)
+    restored: list[fx.Node] = []
+    for lse, mask, part in zip(lses, masks, plan.parts, strict=True):
+        log_count = _log_count(emit, lse, mask, part)
+        empty = emit.call(aten.eq.Scalar, lse, -math.inf)
+        kept = emit.call(aten.where.self, empty, lse, log_count)
+        restored.append(emit.call(aten.where.self, lost, kept, lse))
+    return restored
+
+
+def _log_count(emit: Emitter, lse: fx.Node, mask: fx.Node | None, part: Part) -> fx.Node:
+    """log(number of keys that are not -inf) a row, broadcasting to the log-sum-exp [n, h, q]."""
+    dtype, device = tensor(lse).dtype, tensor(lse).device
+    if mask is None or tensor(mask).dtype == torch.bool or shape(mask)[-1] == 1:
+        count = emit.call(aten.full.default, [], part.length, dtype=dtype, device=device)
+    else:
+        counted = emit.call(aten.gt.Scalar, mask, -math.inf)
+        total = emit.call(aten.sum.dim_IntList, counted, [-1])
+        count = emit.call(prims.convert_element_type.default, total, dtype)
+    return emit.call(aten.log.default, count)
+
+
+def _nan_where_empty(emit: Emitter, out: fx.Node, lse: fx.Node) -> fx.Node:
+    """A softmax over -inf only is NaN in eager code, and stays so."""
+    empty = emit.call(aten.eq.Scalar, lse, -math.inf)
+    column = emit.call(aten.unsqueeze.default, empty, -1)
+    nan = emit.call(aten.full.default, [], math.nan, dtype=tensor(out).dtype)
+    return emit.call(aten.where.self, column, nan, out)

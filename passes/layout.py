@@ -1,0 +1,45 @@
+"""Strides: what replaces a node must lie in memory as the node did."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, size_expr, tensor
+from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.axes import ONE
+
+aten = torch.ops.aten
+
+Order = tuple[int, ...]
+
+
+def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
+    """The dims of a dense tensor from the largest stride to the smallest.
+
+    SDPA's output lies as its query does ([n, q, h, d] in memory for a transposed query), and a
+    later `view` of the user's may rely on it. A tensor with gaps or overlaps is declined.
+    """
+    strides = [size_expr(s) for s in tensor(node).stride()]
+    dims = shape(node)
+    hints = [sizes.hint(s) for s in strides]
+    order = sorted(range(len(dims)), key=lambda d: (-(hints[d] or 0), dims[d] == 1, d))
+    expected: Size = ONE
+    for d in reversed(order):
+        if dims[d] == 1:
+            continue
+        if not sizes.equal(strides[d], expected):
+            detail = f"sizes {list(dims)} with strides {strides} are not dense"
+            return Declined(Reason.LAYOUT, node.name, detail)
+        expected = expected * dims[d]
+    return tuple(order)
+
+
+def laid_out(emit: Emitter, node: fx.Node, order: Order) -> fx.Node:
+    """A copy-free view of a contiguous copy of `node` whose memory runs in the given order."""
+    if order == tuple(range(len(order))):
+        return node
+    permuted = emit.call(aten.permute.default, node, list(order))
+    dense = emit.call(aten.clone.default, permuted, memory_format=torch.contiguous_format)
+    inverse = [order.index(d) for d in range(len(order))]
+    return emit.call(aten.permute.default, dense, inverse)

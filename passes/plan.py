@@ -1,0 +1,140 @@
+"""Plan of the cascade rewrite of one site: decided on the graph, before anything is edited."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+
+from torch_cascade.compiler.cost import KeyRun, Work
+from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
+from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.layout import output_order
+from torch_cascade.passes.mask import MaskReader, SegmentMask
+from torch_cascade.passes.prefix import Segment, axis_size, batch_size, segments
+from torch_cascade.passes.site import AttentionSite
+
+SUPPORTED_DEVICES = frozenset({"cpu"})
+
+# A softmax whose visible scores are below this has no correct digit left in float32, so a finite
+# fill at or below it hides a key as -inf does, wherever the row sees another key.
+_HIDING_FILL = -1e9
+
+
+@dataclass(frozen=True)
+class Part:
+    """One `attend`: neighbouring segments read through the same rows, and how they are seen."""
+
+    segments: tuple[Segment, ...]
+    mask: SegmentMask
+
+    @property
+    def length(self) -> Size:
+        """Number of keys."""
+        return sum((s.length for s in self.segments), sympy.Integer(0))
+
+
+@dataclass(frozen=True)
+class CascadePlan:
+    """Everything that is needed to rewrite one site; made without touching the graph.
+
+    Attributes:
+        site: the attention.
+        parts: one `attend` each, in key order.
+        order: dims of the output from the largest stride to the smallest.
+        rows_see_a_key: every query row provably sees a key, so nothing is fully masked.
+        bounded: no row consists of huge finite masks only (see `emit._absorbed`).
+        work: what the cost model is told.
+    """
+
+    site: AttentionSite
+    parts: tuple[Part, ...]
+    order: tuple[int, ...]
+    rows_see_a_key: bool
+    bounded: bool
+    work: Work
+
+
+def resolve(site: AttentionSite, sizes: Sizes) -> tuple[Segment, ...] | Declined:
+    """The segments of a site, if something is shared in it at all."""
+    refused = _unsupported(site)
+    if refused is not None:
+        return refused
+    found = segments(site, sizes)
+    if isinstance(found, Declined):
+        return found
+    if all(s.branches == 1 for s in found):
+        bases = ", ".join(f"{s.k.base.name} ({s.k.base.target})" for s in found)
+        hint = "expand the prefix inside the compiled function, or use SharedPrefixCache"
+        return Declined(Reason.NO_SHARED_PREFIX, site.node.name, f"K comes from {bases}", hint)
+    return found
+
+
+def _unsupported(site: AttentionSite) -> Declined | None:
+    device = tensor(site.q.node).device
+    if device.type not in SUPPORTED_DEVICES:
+        detail = f"no attention with log-sum-exp for device {device}"
+        return Declined(Reason.NO_KERNEL, site.node.name, detail)
+    dtypes = {tensor(o.node).dtype for o in (site.q, site.k, site.v)}
+    if len(dtypes) > 1:
+        detail = f"q, k and v of dtypes {', '.join(sorted(map(str, dtypes)))}"
+        return Declined(Reason.AUTOCAST_MIXED, site.node.name, detail)
+    return None
+
+
+def plan(
+    site: AttentionSite, found: tuple[Segment, ...], reader: MaskReader, sizes: Sizes
+) -> CascadePlan | Declined:
+    """Decide how a site with shared segments would be rewritten; nothing is edited."""
+    order = output_order(site.node, sizes)
+    if isinstance(order, Declined):
+        return order
+    used = tuple(s for s in found if not sizes.equal(s.length, 0))
+    parts = _parts(site, used, reader, sizes)
+    if all(s.branches == 1 for part in parts for s in part.segments):
+        detail = "the shared keys are empty, or no query sees them"
+        return Declined(Reason.EMPTY_SEGMENT, site.node.name, detail)
+    seen = any(p.mask.rows_see_a_key for p in parts)
+    if site.fully_masked == "uniform" and not seen:
+        hint = "mask with -inf, or make it provable that every query sees a key"
+        detail = "a finite fill value, and a query row may see no key"
+        return Declined(Reason.FINITE_FILL, site.node.name, detail, hint)
+    bounded = seen or reader.finite(site)
+    return CascadePlan(site, parts, order, seen, bounded, _work(site, parts))
+
+
+def _parts(
+    site: AttentionSite, used: tuple[Segment, ...], reader: MaskReader, sizes: Sizes
+) -> tuple[Part, ...]:
+    """One part a shared segment; neighbours that nobody shares are read as one."""
+    groups: list[list[Segment]] = []
+    for segment in used:
+        alone = segment.branches == 1
+        if alone and groups and groups[-1][-1].branches == 1:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    parts: list[Part] = []
+    for group in groups:
+        length = sum((s.length for s in group), sympy.Integer(0))
+        mask = reader.segment(site, group[0].start, length)
+        if not mask.hidden:
+            parts.append(Part(tuple(group), mask))
+    return tuple(parts)
+
+
+def _work(site: AttentionSite, parts: tuple[Part, ...]) -> Work:
+    axes = dict(zip(site.q.axes, shape(site.q.node), strict=True))
+    base = parts[0].segments[0].k
+    k, v = tensor(site.k.node), tensor(site.v.node)
+    widths = {name: shape(o.node)[o.axes.index("d")] for name, o in (("k", site.k), ("v", site.v))}
+    acc = 8 if k.element_size() == 8 else 4
+    return Work(
+        batch=batch_size(site),
+        heads=axes.get("h", sympy.Integer(1)),
+        q_len=axes["q"],
+        kv_heads=sympy.prod([d.size for d in base.digits("h")]),
+        token_bytes=widths["k"] * k.element_size() + widths["v"] * v.element_size(),
+        partial_bytes=acc * (widths["v"] + 1),
+        runs=tuple(KeyRun(p.segments[0].rows, p.length) for p in parts),
+    )

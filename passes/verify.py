@@ -1,0 +1,62 @@
+"""Checks that a graph is what its metadata says (`TORCH_CASCADE_VERIFY=1`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import tracing
+
+from torch_cascade.compiler.graph import Sizes, fake_mode, size_expr, value
+
+
+class GraphError(RuntimeError):
+    """A pass left a graph that contradicts its own metadata."""
+
+
+def check_graph(graph: fx.Graph, *, after: str) -> None:
+    """Re-run every call on fakes and compare dtype, device, sizes and strides with the metadata.
+
+    Args:
+        graph: functional ATen with `meta["val"]` on every node.
+        after: name of the pass that just ran, for the message.
+
+    Raises:
+        GraphError: naming the node, what was expected and what it yields.
+    """
+    graph.lint()
+    sizes, mode = Sizes.of(graph), fake_mode(graph)
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        with tracing(None), mode:
+            actual = node.target(*args, **kwargs)
+        _compare(node, value(node), actual, sizes, after)
+
+
+def _compare(node: fx.Node, expected: Any, actual: Any, sizes: Sizes, after: str) -> None:
+    if isinstance(expected, (tuple, list)):
+        for e, a in zip(expected, actual, strict=True):
+            _compare(node, e, a, sizes, after)
+        return
+    if not isinstance(expected, torch.Tensor):
+        return
+    if expected.dtype != actual.dtype or expected.device != actual.device:
+        raise _error(node, expected, actual, after)
+    pairs = [*zip(expected.shape, actual.shape, strict=True)]
+    rows = zip(expected.shape, expected.stride(), actual.stride(), strict=True)
+    pairs += [(e, a) for size, e, a in rows if size_expr(size) != 1]
+    if not all(sizes.equal(e, a) for e, a in pairs):
+        raise _error(node, expected, actual, after)
+
+
+def _error(node: fx.Node, expected: torch.Tensor, actual: torch.Tensor, after: str) -> GraphError:
+    def text(t: torch.Tensor) -> str:
+        return f"{t.dtype} {tuple(t.shape)} strides {t.stride()} on {t.device}"
+
+    return GraphError(
+        f"after pass {after}: node {node.format_node()}: its metadata says {text(expected)}, "
+        f"it yields {text(actual)}"
+    )
