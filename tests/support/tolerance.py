@@ -1,0 +1,71 @@
+"""How wrong a result may be: judged by a float64 reference and by what eager code gets wrong.
+
+No tolerance is picked by hand. With `err(x) = max |x - reference64|` over the whole tensor:
+
+    err(actual) <= 2 * err(eager) + 4 * eps(dtype) * max |reference64|
+
+First term: `actual` sums the same terms as eager code in another order. The rounding errors of two
+orders are as large as each other but not equal, and a maximum over many elements varies little, so
+twice eager's own maximum is generous to a right result. It still rejects a rounding to a shorter
+dtype on the way (256 times the error, for bfloat16 inside float32) or a forgotten term.
+
+Second term: eager may be exact by luck (one key, a one-hot softmax, powers of two) where splitting
+the keys cannot be. Merging two parts rounds: each partial output (1/2 eps), each weight's division
+and exponential (1 eps each), the product and the sum (1/2 eps each), the result (1/2 eps): 4 eps,
+relative to the largest output, as weights are positive and sum to one.
+
+An error in the log-sum-exps enters the weights relatively as `eps * |lse|`. It needs no term of its
+own: eager rounds its scores, which are as large, in the same way.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FACTOR = 2.0
+ROUNDINGS = 4.0
+
+
+def max_error(actual: Tensor, reference64: Tensor) -> float:
+    """Largest absolute error where both are finite; 0 for no such element."""
+    error = (actual.double() - reference64).abs()
+    finite = torch.isfinite(error)
+    return error[finite].max().item() if finite.any() else 0.0
+
+
+def error_bound(eager: Tensor, reference64: Tensor, dtype: torch.dtype) -> float:
+    """The error that a result of `dtype` may have, see the module's text."""
+    finite = reference64[torch.isfinite(reference64)]
+    scale = finite.abs().max().item() if finite.numel() else 0.0
+    return FACTOR * max_error(eager, reference64) + ROUNDINGS * torch.finfo(dtype).eps * scale
+
+
+def assert_close_to_reference(actual: Tensor, eager: Tensor, reference64: Tensor) -> None:
+    """Assert that `actual` is as close to the float64 reference as eager code is.
+
+    Args:
+        actual: the result under test.
+        eager: the same quantity computed by straightforward code in the dtype of the computation;
+            where it is not finite but the reference is, it says nothing.
+        reference64: the same quantity in float64. Its infinities and NaNs must be met exactly.
+
+    Raises:
+        AssertionError: with the error, its bound, and where the largest error is.
+    """
+    assert reference64.dtype == torch.float64
+    assert actual.shape == reference64.shape == eager.shape, (actual.shape, reference64.shape)
+    special = ~torch.isfinite(reference64)
+    wanted, got = reference64[special], actual[special].double()
+    same = (wanted == got) | (wanted.isnan() & got.isnan())
+    assert bool(same.all()), f"expected {wanted[~same][:8]}, got {got[~same][:8]}"
+    assert bool(torch.isfinite(actual[~special]).all()), "not finite where the reference is"
+    error, bound = max_error(actual, reference64), error_bound(eager, reference64, actual.dtype)
+    if error <= bound:
+        return
+    deviation = (actual.double() - reference64).abs().masked_fill(special, 0.0)
+    index = tuple(int(i) for i in torch.unravel_index(deviation.argmax(), deviation.shape))
+    raise AssertionError(
+        f"error {error:.3e} > bound {bound:.3e} (eager's error {max_error(eager, reference64):.3e}) "
+        f"at {index}: {actual[index].item()} instead of {reference64[index].item()}"
+    )
