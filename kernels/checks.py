@@ -171,9 +171,10 @@ def _error(op: str, name: str, expected: str, actual: object) -> ValueError:
 
 
 def _known(condition: bool | torch.SymBool) -> bool:
-    """True iff the condition is provable; adds no guard. (The import would load sympy for eager.)"""
+    """True iff the condition is provable; adds no guard."""
     if isinstance(condition, bool):
         return condition
+    # Imported here: eager callers need no sympy.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)

@@ -4,15 +4,16 @@ Both functions compute the contract of `kernels/ops.py`. They are run eagerly an
 fake tensors and inlined into compiled graphs, so they only ask what is provable about a size
 (`known`) and never branch on data.
 
-Shapes: q [N, Hq, M, Dk], k [R, Hkv, L, Dk], v [R, Hkv, L, Dv]; N = R * T for T branches, Hq = Hkv * G.
-The rows of one K/V row are its T branches, G heads and M queries: packed as [R, Hkv, T*G*M, D], K and V
-are read once for all of them, as Hydragen does with the shared prefix (arXiv 2402.05099, section 3.2).
+Shapes: q [N, Hq, M, Dk], k [R, Hkv, L, Dk], v [R, Hkv, L, Dv]; N = R * T for T branches, and
+Hq = Hkv * G. The query rows of one K/V row are those of its T branches, G heads and M queries:
+packed as [R, Hkv, T*G*M, D], K and V are read once for all of them, as Hydragen does with a shared
+prefix (arXiv 2402.05099, section 3.2).
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ Size = int | torch.SymInt
 
 
 def known(condition: bool | torch.SymBool) -> bool:
-    """True iff the condition is provable; adds no guard. (The import would load sympy for eager.)"""
+    """True iff the condition is provable; adds no guard."""
     if isinstance(condition, bool):
         return condition
+    # Imported here: eager callers need no sympy.
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(condition)
@@ -236,8 +238,10 @@ def _visible(
     rows, queries = lead + tuple(q_positions.shape)
     position = q_positions.view(rows, 1, queries, 1)
     key = torch.arange(k.size(2), device=k.device) + kv_start
-    visible = key <= position
-    return visible if window is None else visible & (key > position - window)
+    visible = torch.le(key, position)
+    if window is None:
+        return visible
+    return visible & (key > position - cast("int", window))
 
 
 def _grouped_bias(bias: Tensor, s: _Sizes) -> Tensor:
@@ -248,7 +252,7 @@ def _grouped_bias(bias: Tensor, s: _Sizes) -> Tensor:
 
 
 def _packed_bias(bias: Tensor, s: _Sizes) -> Tensor:
-    """The bias of packed rows, [1|R, 1|Hkv, 1|T*G*M, 1|L]: only the rows are expanded, if need be."""
+    """The bias of packed rows, [1|R, 1|Hkv, 1|T*G*M, 1|L]; at most the rows are expanded."""
     grouped = _grouped_bias(bias, s)
     r, hkv, t, g, m, keys = grouped.shape
     if all(known(size == 1) for size in (t, g, m)):

@@ -68,9 +68,9 @@ def sdpa(
 ) -> Tensor:
     """One attention with exactly the meaning of torch's `scaled_dot_product_attention`, kept whole.
 
-    AOTAutograd splits the torch function into backend-specific ops; this op stays one node. It takes
-    what torch takes (with dropout_p = 0), raises what torch raises, and its result has the dtype
-    (autocast included) and the strides of the real call.
+    AOTAutograd splits the torch function into backend-specific ops; this op stays one node. It
+    takes what torch takes (with dropout_p = 0), raises what torch raises, and its result has the
+    dtype (autocast included) and the strides of the real call.
 
     Args:
         q: queries [..., Hq, M, Dk].
@@ -116,17 +116,17 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention over one segment of the keys, as a partial result that `merge` can complete.
 
-    `o = softmax(s) v` and `lse = log sum_j exp(s_j)` over the scores `s = q k^T * scale` (soft-capped,
-    then masked). All rules of visibility that are given apply together. A query that sees no key has
-    o = 0 and lse = -inf, the identity of `merge`; so has every query where L = 0.
+    `o = softmax(s) v` and `lse = log sum_j exp(s_j)` over the scores `s = q k^T * scale`
+    (soft-capped, then masked). All rules of visibility that are given apply together. A query that
+    sees no key has o = 0 and lse = -inf, the identity of `merge`; so has every query where L = 0.
 
     Args:
         q: queries [N, Hq, M, Dk]; float32, bfloat16, float16 or float64.
         k: keys [R, Hkv, L, Dk], dtype of q; query row n reads KV row n // branches, query head h
             reads KV head h // (Hq // Hkv).
         v: values [R, Hkv, L, Dv], dtype of q; Dv may differ from Dk.
-        mask: broadcastable to [N, Hq, M, L]; bool (True = visible), or floating (added to the scaled
-            scores; float64 only with float64 q).
+        mask: broadcastable to [N, Hq, M, L]; bool (True = visible), or floating (added to the
+            scaled scores in the accumulation dtype; float64 only with float64 q).
         branches: T, query rows for each KV row: N = R * T.
         scale: factor of the scores; None for 1/sqrt(Dk).
         q_positions: int64, broadcastable to [N, M]: key j is visible to query m of row n iff
@@ -177,17 +177,17 @@ def merge(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     `lse = log sum_i e^lse_i` and `o = sum_i e^(lse_i - lse) o_i`, computed relative to the largest
     lse_i, so any magnitude is safe. Associative and commutative up to rounding.
 
-    A part whose lse is -inf saw no key and contributes nothing, whatever its o holds (even NaN); if
-    all are -inf the result is (0, -inf). An lse of +inf can only come from overflow: the result then
-    has lse = +inf and o the mean of the parts at +inf. NaN stays NaN.
+    A part whose lse is -inf saw no key and contributes nothing, whatever its o holds (even NaN);
+    if all are -inf the result is (0, -inf). An lse of +inf can only come from overflow: the result
+    then has lse = +inf, and o is the mean of the parts at +inf. An lse of NaN stays NaN.
 
     Args:
         o: one partial output or more, each [..., D], all float32 or all float64.
         lse: their log-sum-exps (natural logarithm), each [...], dtype of o.
 
     Returns:
-        o [..., D] and lse [...], contiguous, dtype of the parts. One part comes back unchanged, as a
-        copy (with o = 0 where its lse is -inf).
+        o [..., D] and lse [...], contiguous, dtype of the parts. One part comes back unchanged, as
+        a copy (with o = 0 where its lse is -inf).
 
     Raises:
         TypeError: a dtype differs from the above.
@@ -340,7 +340,7 @@ _AUTOCAST = {
     "cuda": torch._C.DispatchKey.AutocastCUDA,
 }
 
-_library = torch.library.Library("cascade", "DEF")
+_library = cast("Callable[..., Any]", torch.library.Library)("cascade", "DEF")
 for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(_name, _EAGER[_name], "CompositeExplicitAutograd")

@@ -73,7 +73,13 @@ def sdpa_reference(
     scale: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """`cascade::sdpa` in the most obvious code, for 4-D q, k, v; query head h reads KV head h // (Hq // Hkv)."""
+    """`cascade::sdpa` in the most obvious code, for 4-D q, k, v.
+
+    Args: see `torch_cascade.kernels.ops.sdpa`; heads may be grouped. Computed in `dtype`.
+
+    Returns:
+        o [N, Hq, M, Dv], in `dtype`.
+    """
     if is_causal:
         attn_mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
     return attend_reference(q, k, v, attn_mask, scale=scale, dtype=dtype)[0]

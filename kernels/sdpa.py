@@ -1,4 +1,4 @@
-"""`cascade::sdpa` in plain torch: eager result, fake result and lowering are one and the same call."""
+"""`cascade::sdpa` in plain torch: eager, fake and lowered it is one and the same call."""
 
 from __future__ import annotations
 
