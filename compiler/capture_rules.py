@@ -43,6 +43,8 @@ MULTI_HEAD_TARGETS = frozenset(
 )
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
+_NUMBERS = (float, int, torch.SymFloat, torch.SymInt)
+
 Scale: TypeAlias = "float | fx.Node | None"
 
 
@@ -192,7 +194,7 @@ def _bind(node: fx.Node) -> Call | Declined:
     scale = _value(given["scale"])
     if isinstance(scale, torch.Tensor):
         return refuse(Reason.TENSOR_SCALE, node, f"scale={given['scale']}")
-    if not isinstance(scale, float | int | torch.SymFloat | torch.SymInt | None):
+    if given["scale"] is not None and not isinstance(scale, _NUMBERS):
         return _unsupported(node, f"scale is {type(scale).__name__}")
     for flag in ("is_causal", "enable_gqa"):
         if not isinstance(given[flag], bool):

@@ -103,13 +103,19 @@ def identical(actual: Any, expected: Any) -> None:
 def check_raised(
     fn: Callable[..., Any], *args: Any, dynamic: bool | None = None, graphs: int = 1
 ) -> Raised:
-    """Run `fn` captured, uncaptured and eager without gradients; all three must be identical."""
+    """Run `fn` with its calls captured, without gradients, and judge the result.
+
+    If every call was captured, the result must be identical to eager mode's. A call that was not
+    is compiled by Inductor, which may round differently from eager mode: then the result must be
+    identical to the one without any capture.
+    """
+    raised = Raised()
     with torch.no_grad():
-        expected = fn(*_fresh(args))
-        plain, raised = Raised(on=False), Raised()
-        identical(plain.compile(fn, dynamic)(*_fresh(args)), expected)
-        identical(raised.compile(fn, dynamic)(*_fresh(args)), expected)
-    assert raised.graphs == plain.graphs == graphs
+        got = raised.compile(fn, dynamic)(*_fresh(args))
+        if set(raised.reasons) != {None}:
+            fn = Raised(on=False).compile(fn, dynamic)
+        identical(got, fn(*_fresh(args)))
+    assert raised.graphs == graphs
     return raised
 
 
