@@ -30,6 +30,11 @@ def test_pkgutil_finds_the_same_modules():
     assert {full_name(m) for m in MODULES} - {"torch_cascade"} <= found
 
 
+# Examples keep to names that every supported version of transformers takes, deprecated or not.
+old_names = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+@old_names
 @everywhere
 def test_examples_in_docstrings_run(module):
     if module.name == "__main__":
@@ -90,6 +95,7 @@ def test_the_table_of_reasons():
         assert row(f"`{reason.value}`", text.meaning, text.remedy) in README
 
 
+@old_names
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_python_in_the_readme_runs(number):
     """Blocks build on one another, as a reader would run them."""

@@ -43,9 +43,9 @@ def layer(name: str) -> str:
     return {"": "root", "__main__": "main"}.get(name, name.split(".")[0])
 
 
-def own_imports(module: Module, *, inside_functions: bool = True) -> set[str]:
+def own_imports(module: Module, *, on_import_only: bool = False) -> set[str]:
     """Modules of this package that a module imports, as names below it."""
-    names = module.imports(inside_functions=inside_functions)
+    names = module.imports(on_import_only=on_import_only)
     return {_module(name) for name in names if name.split(".")[0] == PACKAGE}
 
 
@@ -79,7 +79,7 @@ def test_nothing_imports_in_a_circle():
     edges = [
         (module.name, name)
         for module in MODULES.values()
-        for name in own_imports(module, inside_functions=False)
+        for name in own_imports(module, on_import_only=True)
     ]
     assert list(nx.simple_cycles(nx.DiGraph(edges))) == []
 

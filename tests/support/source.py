@@ -27,9 +27,12 @@ class Module:
     def lines(self) -> int:
         return len(self.path.read_text(encoding="utf-8").splitlines())
 
-    def imports(self, *, inside_functions: bool = True) -> Iterator[str]:
-        """Full dotted names of what it imports; `from a import b` gives `a.b`."""
-        for node in _nodes(self.tree, inside_functions):
+    def imports(self, *, on_import_only: bool = False) -> Iterator[str]:
+        """Full dotted names of what it imports; `from a import b` gives `a.b`.
+
+        `on_import_only` leaves out what runs later or never: functions, TYPE_CHECKING blocks.
+        """
+        for node in _on_import(self.tree) if on_import_only else ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
@@ -59,8 +62,10 @@ def _dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
+def _on_import(tree: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
+        function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        if function or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            continue
         yield node
-        if inside_functions or not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _nodes(node, inside_functions)
+        yield from _on_import(node)
