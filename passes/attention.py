@@ -13,6 +13,7 @@ from torch import fx
 
 from torch_cascade.compiler.graph import Sizes, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.eager_attention import EagerMatcher
 from torch_cascade.passes.site import AttentionSite, AxisName, MaskTerm, Operand
 
 _SDPA = "cascade::sdpa"
@@ -30,7 +31,15 @@ def find_attention(graph: fx.Graph, sizes: Sizes) -> list[AttentionSite | Declin
         A site for each attention that is proved to be one; a `Declined` for what looks like
         attention and is not provably the same function.
     """
-    return [_sdpa_site(node, sizes) for node in graph.nodes if _is_sdpa(node)]
+    matcher = EagerMatcher(graph, sizes)
+    found: list[AttentionSite | Declined] = []
+    for node in graph.nodes:
+        if _is_sdpa(node):
+            found.append(_sdpa_site(node, sizes))
+        elif node.target is torch.ops.aten.bmm.default:
+            site = matcher.match(node)
+            found += [] if site is None else [site]
+    return found
 
 
 def _is_sdpa(node: fx.Node) -> bool:
