@@ -1,0 +1,165 @@
+"""Mass runs of random programs: `python -m support.fuzz --count 2000 --seed 0 --jobs 2`.
+
+Run from `tests/`. Every worker is a process of its own that appends one JSON line a program to
+`OUT/worker-I.jsonl`, so a run that was stopped goes on where it stood, and a program that kills
+its process (a floating-point trap in a kernel) is a result like any other. Failures are shrunk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SHRINK_PER_KIND = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("fuzz-results"))
+    parser.add_argument("--backend", default="eager_cascade", help="eager_cascade, cascade, plain")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds a program")
+    parser.add_argument("--worker", type=int, default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.worker is None:
+        _supervise(options)
+        print(table(list(records(options.out))))
+        return
+    _work(options)
+
+
+def records(out: Path) -> Iterator[dict[str, Any]]:
+    """All results in a folder; a program that was started and never ended is a crash."""
+    for path in sorted(out.glob("worker-*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+        ended = {r["seed"] for r in lines if "kind" in r}
+        yield from (r for r in lines if "kind" in r)
+        for record in lines:
+            if "kind" not in record and record["seed"] not in ended:
+                ended.add(record["seed"])
+                yield {**record, "kind": "crash", "detail": "the process died or is at it"}
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """What happened, counted; then every failure's source."""
+    kinds = collections.Counter(r["kind"] for r in results)
+    declined: collections.Counter[str] = collections.Counter()
+    owed: collections.Counter[str] = collections.Counter()
+    for record in results:
+        declined.update(record.get("declined", {}))
+        if record["kind"] == "ok":
+            done = "rewritten" if record["rewritten"] else "left"
+            owed[f"{record['expected']}: {done}"] += 1
+    lines = [f"{len(results)} programs", "", "result", *_rows(kinds)]
+    lines += ["", "expected: done (of the good ones)", *_rows(owed)]
+    lines += ["", "declined by reason (sites)", *_rows(declined)]
+    for record in results:
+        if record["kind"] not in ("ok", "crash"):
+            lines += ["", "=" * 80, f"seed {record['seed']}", record["detail"]]
+        if record["kind"] == "crash":
+            lines += ["", "=" * 80, f"seed {record['seed']}: {record['detail']}"]
+    return "\n".join(lines)
+
+
+def _rows(counter: collections.Counter[str]) -> list[str]:
+    return [f"  {count:6d}  {name}" for name, count in counter.most_common()]
+
+
+def _supervise(options: argparse.Namespace) -> None:
+    """Keep `jobs` workers alive until every seed has a result; show progress."""
+    from tqdm import tqdm
+
+    workers = [_start(options, i) for i in range(options.jobs)]
+    with tqdm(total=options.count, desc="programs") as bar:
+        while any(w.poll() != 0 for w in workers):
+            time.sleep(1)
+            results = list(records(options.out))
+            bar.n = len(results)
+            bad = collections.Counter(r["kind"] for r in results if r["kind"] != "ok")
+            bar.set_postfix(dict(bad))
+            for index, worker in enumerate(workers):
+                if worker.poll() not in (None, 0):
+                    workers[index] = _start(options, index)
+
+
+def _start(options: argparse.Namespace, index: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "support.fuzz", "--worker", str(index)]
+    for name in ("count", "seed", "jobs", "out", "backend", "timeout"):
+        command += [f"--{name}", str(getattr(options, name))]
+    log = (options.out / f"worker-{index}.log").open("ab")
+    return subprocess.Popen(command, stdout=log, stderr=log)
+
+
+def _work(options: argparse.Namespace) -> None:
+    """Run this worker's share of the seeds, except those that its file already has."""
+    path = options.out / f"worker-{options.worker}.jsonl"
+    seen = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    started = {r["seed"] for r in seen}
+    shrunk = collections.Counter(r["kind"] for r in seen if r.get("kind", "ok") != "ok")
+    backend = _backend(options.backend)
+    with path.open("a") as out:
+        for seed in range(
+            options.seed + options.worker, options.seed + options.count, options.jobs
+        ):
+            if seed in started:
+                continue
+            print(json.dumps({"seed": seed}), file=out, flush=True)
+            record = _one(seed, backend, options.timeout, shrunk)
+            print(json.dumps(record), file=out, flush=True)
+
+
+def _backend(name: str) -> Any:
+    if name == "cascade":
+        return name
+    from .backend import eager_cascade, eager_inductor
+
+    return eager_inductor() if name == "plain" else eager_cascade(options={"decide": "always"})
+
+
+def _one(seed: int, backend: Any, timeout: int, shrunk: collections.Counter[str]) -> dict[str, Any]:
+    from .program_shrink import shrink
+    from .programs import Fault, Program, expectation, random_program, run_program
+
+    def attempt(program: Program) -> tuple[str, Any]:
+        signal.alarm(timeout)
+        try:
+            return "ok", run_program(program, backend)
+        except Fault as fault:
+            return fault.kind, fault
+        except TimeoutError as error:
+            return "timeout", error
+        finally:
+            signal.alarm(0)
+
+    signal.signal(signal.SIGALRM, _timeout)
+    begin = time.time()
+    program = random_program(seed)
+    kind, result = attempt(program)
+    record = {"seed": seed, "kind": kind, "seconds": time.time() - begin}
+    record["expected"] = str(expectation(program))
+    if kind == "ok":
+        return {**record, **vars(result)}
+    shrunk[kind] += 1
+    if kind != "timeout" and shrunk[kind] <= SHRINK_PER_KIND:
+        smallest = shrink(program, lambda p: attempt(p)[0] == kind)
+        _, result = attempt(smallest)
+    return {**record, "detail": str(result)}
+
+
+def _timeout(*_: object) -> None:
+    raise TimeoutError("no result in time")
+
+
+if __name__ == "__main__":
+    main()
