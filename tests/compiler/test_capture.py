@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.raising import Raised, check_raised, identical
 from torch import fx
+from torch._inductor.compile_fx import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
@@ -230,6 +231,27 @@ def test_a_view_that_needs_the_real_strides(dynamic):
 
     q, k, v = (transposed(x) for x in qkv(HQ))
     captured_once(check_raised(fn, q, k, v, dynamic=dynamic))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_inductor_itself_agrees_with_the_strides(dynamic):
+    """Inductor's generated code asserts the strides that the fake kernel promised."""
+
+    def fn(q, k, v):
+        return sdpa(q, k, v).transpose(1, 2).view(q.shape[0], q.shape[2], -1)
+
+    def backend(gm, inputs):
+        found.extend(capture(gm, inputs))
+        return compile_fx(gm, inputs)
+
+    found = []
+    args = [transposed(x) for x in qkv(HQ)]
+    with torch.no_grad():
+        got = torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
+        torch._dynamo.reset()
+        identical(got, torch.compile(fn, backend="inductor", dynamic=dynamic)(*args))
+        identical(got, fn(*args))
+    assert isinstance(found[0], Captured)
 
 
 def test_writes_between_definition_and_use():
@@ -486,6 +508,24 @@ def test_returning_a_view_of_a_parameter_is_no_training():
     identical(got, fn(q, k, v))
     assert backend.reasons == [None]
     assert "cascade.sdpa.default" in names(backend)
+
+
+def test_training_because_of_a_write_keeps_a_call_that_needs_no_gradient():
+    """AOTAutograd traces a backward for the write alone; the swapped call has no part in it."""
+
+    def fn(q, k, v, state):
+        state.mul_(2)
+        return sdpa(q, k, v)
+
+    q, k, v = qkv(HQ)
+    leaf = torch.randn(3, requires_grad=True)
+    state = leaf * 1
+    backend = Raised()
+    identical(backend.compile(fn)(q, k, v, state), sdpa(q, k, v))
+    captured = "cascade.sdpa.default" in names(backend)
+    state.sum().backward()
+    assert captured and backend.reasons == [None]
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0))
 
 
 def test_dropout():
