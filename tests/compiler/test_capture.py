@@ -371,7 +371,13 @@ def test_the_graph_is_still_consistent():
     (node,) = raised.gm.graph.find_nodes(op="call_function", target=target)
     assert not raised.gm.graph.find_nodes(op="call_function", target=sdpa)
     assert all(node in operand.users for operand in node.all_input_nodes)
-    assert "cascade.sdpa" in raised.gm.code
+
+
+def test_code_generated_before_is_generated_again():
+    gm = graph_of(call_with())
+    assert "cascade" not in gm.code
+    capture(gm, [])
+    assert "cascade.sdpa" in gm.code
 
 
 def test_a_graph_without_attention_is_left_alone():
