@@ -61,9 +61,16 @@ class Matmuls:
 
 
 def eager_site(found: Matmuls, sizes: Sizes) -> AttentionSite | Declined:
-    """The site of two matmuls, with rows and heads apart if that is possible."""
-    apart = _Builder(found, _WITH_HEADS, sizes).site()
+    """The site of two matmuls, with rows and heads apart if that is possible.
+
+    Where they are not, but K has heads of its own, the site is declined: in one batch, heads that
+    share KV (GQA) would look like rows that do.
+    """
+    builder = _Builder(found, _WITH_HEADS, sizes)
+    apart = builder.site()
     if isinstance(apart, AttentionSite):
+        return apart
+    if len(shape(found.softmax.scores)) > 4 or builder.keys_have_heads():
         return apart
     merged = _Builder(found, _ONE_BATCH, sizes).site()
     return merged if isinstance(merged, AttentionSite) else apart
@@ -78,6 +85,7 @@ class _Builder:
         self.sizes = sizes
 
     def site(self) -> AttentionSite | Declined:
+        """The site, or what is missing for one."""
         found, batch = self.found, self.batch
         q, q_factor = self._factored(found.q, (*batch, "q", "d"))
         k, k_factor = self._factored(found.k, (*batch, "k", "d"))
@@ -104,6 +112,11 @@ class _Builder:
             form="eager",
             axes=None if out.axes == (*batch, "q", "d") else out.axes,
         )
+
+    def keys_have_heads(self) -> bool:
+        """True iff K has a dim of heads, and not of one head."""
+        k = self._operand(self.found.k, (*_WITH_HEADS, "k", "d"))
+        return k is not None and not self.sizes.equal(_size(k, "h"), 1)
 
     def _decline(self, reason: Reason, detail: str) -> Declined:
         return Declined(reason, self.found.out.node.name, detail)

@@ -39,6 +39,10 @@ def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
         out = _nan_where_empty(emit, out, lse)
     if "h" not in site.q.axes:
         out = emit.call(aten.squeeze.dim, out, 1)
+    if site.axes is not None:
+        natural = [axis for axis in ("n", "h", "q", "d") if axis in site.axes]
+        out = emit.call(aten.permute.default, out, [natural.index(axis) for axis in site.axes])
+        out = emit.call(aten.clone.default, out, memory_format=torch.contiguous_format)
     dtype = tensor(site.node).dtype
     if tensor(out).dtype != dtype:
         out = emit.call(prims.convert_element_type.default, out, dtype)

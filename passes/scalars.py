@@ -45,10 +45,15 @@ _ARITHMETIC: dict[Any, Callable[..., sympy.Expr]] = {
     aten.neg.default: lambda x: -x,
     aten.mul.Tensor: lambda x, y: x * y,
     aten.div.Tensor: lambda x, y: x / y,
-    aten.pow.Tensor_Scalar: lambda x, y: x**y,
-    aten.pow.Tensor_Tensor: lambda x, y: x**y,
-    aten.pow.Scalar: lambda x, y: x**y,
+    aten.pow.Tensor_Scalar: lambda x, y: _power(x, y),
+    aten.pow.Tensor_Tensor: lambda x, y: _power(x, y),
+    aten.pow.Scalar: lambda x, y: _power(x, y),
 }
+
+
+def _power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
+    """A power; with a rational exponent, so that x**-0.5 of a size equals 1 / sqrt(x)."""
+    return base ** (sympy.Rational(float(exponent)) if exponent.is_Float else exponent)
 
 
 @dataclass(frozen=True)

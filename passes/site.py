@@ -1,4 +1,4 @@
-"""One attention in a functional ATen graph, however it was spelt: what matchers hand to rewrites."""
+"""One attention in a functional ATen graph, however it was spelt: what matchers hand on."""
 
 from __future__ import annotations
 
@@ -28,10 +28,13 @@ class MaskTerm:
         node: the mask tensor.
         kind: "keep" (bool, True = visible), "drop" (bool, True = hidden: its score is -inf), "add"
             (floating, added to the scaled scores).
+        fill: the finite score that "keep" and "drop" give a hidden key instead of -inf, after all
+            scaling; None for -inf.
     """
 
     node: fx.Node
     kind: MaskKind
+    fill: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,8 @@ class AttentionSite:
         fully_masked: what a row that sees no key yields: "zero" (SDPA), "nan" (a softmax over
             -inf only), "uniform" (finite fills: the mean of all values).
         form: "sdpa" or "eager", for reports.
+        axes: order of the dims of `node`, as an einsum gives [n, q, h, d]; None for [n, h, q, d]
+            or [n, q, d].
     """
 
     node: fx.Node
@@ -59,3 +64,4 @@ class AttentionSite:
     scale: float | fx.Node | None = None
     fully_masked: Literal["zero", "nan", "uniform"] = "zero"
     form: Literal["sdpa", "eager"] = "sdpa"
+    axes: tuple[AxisName, ...] | None = None
