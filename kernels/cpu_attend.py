@@ -237,7 +237,7 @@ def _visible(
     lead = (1,) * (2 - q_positions.dim())
     rows, queries = lead + tuple(q_positions.shape)
     position = q_positions.view(rows, 1, queries, 1)
-    key = torch.arange(k.size(2), device=k.device) + kv_start
+    key = torch.arange(k.size(2), device=k.device).add(cast("int", kv_start))
     visible = torch.le(key, position)
     if window is None:
         return visible
