@@ -150,7 +150,7 @@ def _operands(matmul: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 def _reads(user: fx.Node) -> bool:
     """True iff a user needs the values: asking for a size does not, nor does dead code."""
-    return user.target is not aten.sym_size.int and (user.op == "output" or bool(user.users))
+    return user.target is not aten.sym_size.int and (bool(user.users) or user.is_impure())
 
 
 def _decline(reason: Reason, node: fx.Node, detail: str, hint: str = "") -> Declined:

@@ -15,7 +15,7 @@ from torch import fx
 
 from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
-from torch_cascade.passes.axes import Dim, Dims, same_digits, whole
+from torch_cascade.passes.axes import Dim, Dims, normalise, same_digits, whole
 from torch_cascade.passes.labels import above, below, broadcast, labels
 from torch_cascade.passes.scalars import Factor, is_value, scaling
 from torch_cascade.passes.scores import ScoreMask, Scores
@@ -95,6 +95,10 @@ class _Builder:
             return self._decline(Reason.RANK, "rows and heads are not apart everywhere")
         if not all(self._same_batch(out, operand) for operand in (q, k, v)):
             return self._decline(Reason.RANK, "rows and heads are not apart in the same way")
+        finite = any(m.fill is not None or m.kind == "add" for m in found.scores.masks)
+        if finite and not found.softmax.by_max:
+            detail = "finite masks under a softmax that does not first subtract the row's maximum"
+            return self._decline(Reason.FINITE_FILL, detail)
         scale = self._scale(found.scores.factor * q_factor * k_factor)
         if isinstance(scale, Declined):
             return scale
@@ -138,19 +142,21 @@ class _Builder:
     def _factored(self, view: View, axes: tuple[AxisName, ...]) -> tuple[Operand | None, Factor]:
         """An operand without the numbers it is multiplied by, and their product."""
         best, factor = self._operand(view, axes), Factor()
-        node, dims = view.node, view.dims
+        node, dims, product = view.node, view.dims, Factor()
         while True:
             scaled = scaling(node, self.sizes)
-            if scaled is not None and labels(dims, axes, self.sizes) is not None:
-                node, by = scaled
-                if by.opaque or tensor(node).dtype != tensor(view.node).dtype:
+            if scaled is None:
+                step = above(node, dims, self.sizes)
+                if step is None:
                     return best, factor
-                best, factor = self._operand(View(node, dims), axes), factor * by
+                node, dims = step
                 continue
-            step = above(node, dims, self.sizes)
-            if step is None:
+            node, product = scaled[0], product * scaled[1]
+            if product.opaque or tensor(node).dtype != tensor(view.node).dtype:
                 return best, factor
-            node, dims = step
+            operand = self._operand(View(node, dims), axes)
+            if operand is not None:
+                best, factor = operand, product
 
     def _output(self, axes: tuple[AxisName, ...]) -> Operand | None:
         """The nearest value below the second matmul whose dims are `axes`."""
@@ -214,7 +220,9 @@ class _Builder:
         aligned = wanted[len(wanted) - len(dims) :]
         for size, dim, want in zip(shape(node), dims, aligned, strict=True):
             one = size == 1 and not dim.digits and dim.offset == 0
-            same = same_digits(dim.digits, want.digits, self.sizes) and dim.covers(size, self.sizes)
+            digits = normalise(dim.digits, self.sizes)
+            same = same_digits(digits, want.digits, self.sizes.equal)
+            same = same and dim.covers(size, self.sizes)
             if not one and not same:
                 return False
         return True
@@ -225,6 +233,5 @@ def _size(operand: Operand, axis: AxisName) -> Size:
 
 
 def _fully_masked(found: Matmuls) -> Literal["zero", "nan", "uniform"]:
-    if all(mask.fill is None for mask in found.scores.masks):
-        return found.softmax.empty
-    return "uniform" if found.softmax.by_max else "nan"
+    finite = any(mask.fill is not None for mask in found.scores.masks)
+    return "uniform" if finite else found.softmax.empty

@@ -119,9 +119,11 @@ def _number(value: float) -> sympy.Expr:
     return sympy.Float(value)
 
 
-def _rounded(value: sympy.Expr, dtype: torch.dtype) -> sympy.Expr:
-    """A number as a tensor of `dtype` holds it."""
-    if not value.is_number or value.is_infinite or dtype not in FLOATS:
+def _rounded(value: sympy.Expr, dtype: torch.dtype) -> sympy.Expr | None:
+    """A number as a tensor of `dtype` holds it; None for a fraction in an integer."""
+    if dtype not in FLOATS:
+        return value if value.is_integer and dtype != torch.bool else None
+    if not value.is_number or value.is_infinite:
         return value
     return _number(torch.tensor(float(value), dtype=dtype).double().item())
 

@@ -15,11 +15,11 @@ import sympy
 import torch
 from torch import fx
 
-from torch_cascade.compiler.graph import Sizes
+from torch_cascade.compiler.graph import Sizes, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import Dims
 from torch_cascade.passes.labels import above, same_shape
-from torch_cascade.passes.scalars import Factor, constant, is_float_cast, is_value, scaling
+from torch_cascade.passes.scalars import FLOATS, Factor, constant, is_float_cast, is_value, scaling
 from torch_cascade.passes.site import MaskKind
 
 aten = torch.ops.aten
@@ -143,10 +143,9 @@ def _added(place: _Place) -> _Result:
 
 
 def _with_bias(found: Scores, bias: Any, place: _Place) -> _Result:
-    value = constant(bias)
-    if value is not None and value.is_finite:
-        return found  # softmax does not see a constant added to all scores
-    if not isinstance(bias, fx.Node):
+    if is_value(constant(bias), 0):
+        return found
+    if not isinstance(bias, fx.Node) or tensor(bias).dtype not in FLOATS:
         return _decline(Reason.SPELLING, place.node, f"{bias} added to the scores")
     if place.factor.is_one:
         return _masked(found, ScoreMask(bias, "add", place.node, place.dims))
@@ -182,7 +181,7 @@ def _filled(place: _Place) -> _Result:
         kind, scores, fill = "drop", other, constant(chosen)
     if fill is None or not isinstance(scores, fx.Node) or not isinstance(condition, fx.Node):
         return _stuck(place)
-    if not same_shape(scores, place.node, place.sizes):
+    if tensor(condition).dtype != torch.bool or not same_shape(scores, place.node, place.sizes):
         return _stuck(place)
     found = _trace(replace(place, node=scores))
     if not isinstance(found, Scores):

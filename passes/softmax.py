@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from torch_cascade.compiler.graph import Sizes, shape
+from torch_cascade.passes.labels import same_shape
 from torch_cascade.passes.scalars import constant, is_value, uncast
 from torch_cascade.passes.views import argument
 
@@ -33,7 +34,8 @@ class Softmax:
         scores: its input.
         dim: the dim it runs over, non-negative.
         empty: what a row of -inf only gives.
-        by_max: True if rows are shifted by their maximum, so that huge finite scores are right.
+        by_max: True if the rows' maximum is subtracted first of all. Else a row of huge finite
+            scores only is 0 / 0, or rounds to weights that do not sum to one.
     """
 
     scores: fx.Node
@@ -44,10 +46,16 @@ class Softmax:
 
 @dataclass(frozen=True)
 class _Shifted:
-    """`base - sum(rows)`, every one of `rows` constant along `dim`."""
+    """`base - sum(rows)`, every one of `rows` constant along `dim`.
+
+    Attributes:
+        base, rows: see above; sums among the rows are taken apart.
+        first: what is subtracted from `base` itself, None if nothing is.
+    """
 
     base: fx.Node
     rows: tuple[fx.Node, ...]
+    first: fx.Node | None
 
 
 def match_softmax(node: fx.Node, sizes: Sizes) -> Softmax | None:
@@ -118,6 +126,7 @@ def _row_sum(node: fx.Node) -> tuple[fx.Node, int] | None:
 def _unshifted(node: fx.Node, dim: int, sizes: Sizes) -> _Shifted:
     """Take off everything that is subtracted from whole rows: softmax does not see it."""
     rows: list[fx.Node] = []
+    first: fx.Node | None = None
     node = uncast(node)
     while node.target is aten.sub.Tensor and not node.kwargs:
         minuend, row = node.args[0], node.args[1]
@@ -125,9 +134,10 @@ def _unshifted(node: fx.Node, dim: int, sizes: Sizes) -> _Shifted:
             break
         if not _constant_along(row, minuend, dim, sizes):
             break
+        first = row
         rows += _summands(row)
         node = uncast(minuend)
-    return _Shifted(node, tuple(rows))
+    return _Shifted(node, tuple(rows), first)
 
 
 def _constant_along(row: fx.Node, full: fx.Node, dim: int, sizes: Sizes) -> bool:
@@ -147,15 +157,10 @@ def _summands(row: fx.Node) -> list[fx.Node]:
 
 
 def _by_max(shifted: _Shifted, dim: int) -> bool:
-    return any(_is_max_of(row, shifted.base, dim) for row in shifted.rows)
-
-
-def _is_max_of(row: fx.Node, base: fx.Node, dim: int) -> bool:
-    """True iff `row` is the maximum of `base`, or 0 where that is infinite (as in logsumexp)."""
-    row = uncast(row)
-    if row.target is aten.where.self and is_value(constant(row.args[1]), 0):
-        chosen = row.args[2]
-        return isinstance(chosen, fx.Node) and _is_max_of(chosen, base, dim)
+    """True iff the first thing subtracted from the base is its maximum along `dim`."""
+    if shifted.first is None:
+        return False
+    row = uncast(shifted.first)
     if row.target is aten.amax.default:
         source, dims = row.args[0], argument(row, 1, "dim")
     elif isinstance(row.args[0] if row.args else None, fx.Node) and row.args[1:] == (0,):
@@ -167,7 +172,7 @@ def _is_max_of(row: fx.Node, base: fx.Node, dim: int) -> bool:
         return False
     assert isinstance(source, fx.Node)
     rank = len(shape(source))
-    return uncast(source) is base and [d % rank for d in dims] == [dim]
+    return uncast(source) is shifted.base and [d % rank for d in dims] == [dim]
 
 
 def _exp_of_log(node: fx.Node, sizes: Sizes) -> Softmax | None:
@@ -178,18 +183,19 @@ def _exp_of_log(node: fx.Node, sizes: Sizes) -> Softmax | None:
         for row in shifted.rows:
             rest = list(shifted.rows)
             rest.remove(row)
-            if _is_log_sum_exp(row, _Shifted(shifted.base, tuple(rest)), dim, sizes):
-                by_max = row.target is aten.logsumexp.default
-                return Softmax(shifted.base, dim, by_max=by_max or _by_max(shifted, dim))
+            if _is_log_sum_exp(row, shifted.base, rest, dim, sizes):
+                return Softmax(shifted.base, dim, by_max=_by_max(shifted, dim))
     return None
 
 
-def _is_log_sum_exp(row: fx.Node, of: _Shifted, dim: int, sizes: Sizes) -> bool:
-    """True iff `row = log(sum(exp(base - rows)))`, of the same base and rows."""
+def _is_log_sum_exp(
+    row: fx.Node, base: fx.Node, rest: list[fx.Node], dim: int, sizes: Sizes
+) -> bool:
+    """True iff `row = log(sum(exp(base - sum(rest))))`."""
     if row.target is aten.logsumexp.default:
         source, dims = row.args[0], argument(row, 1, "dim")
         assert isinstance(source, fx.Node)
-        same = uncast(source) is of.base and not of.rows
+        same = uncast(source) is base and not rest
         return same and [d % len(shape(source)) for d in dims] == [dim]
     total = row.args[0] if row.target is aten.log.default else None
     summed = _row_sum(total) if isinstance(total, fx.Node) else None
@@ -200,7 +206,7 @@ def _is_log_sum_exp(row: fx.Node, of: _Shifted, dim: int, sizes: Sizes) -> bool:
     if not isinstance(inner, fx.Node):
         return False
     found = _unshifted(inner, dim, sizes)
-    return found.base is of.base and sorted(found.rows) == sorted(of.rows)
+    return found.base is base and sorted(found.rows) == sorted(rest)
 
 
 def _safe(node: fx.Node, sizes: Sizes) -> Softmax | None:
@@ -213,7 +219,7 @@ def _safe(node: fx.Node, sizes: Sizes) -> Softmax | None:
     ):
         return None
     found = match_softmax(uncast(plain), sizes)
-    if found is None or not _all_hidden(condition, found):
+    if found is None or not same_shape(plain, node, sizes) or not _all_hidden(condition, found):
         return None
     return replace(found, empty="zero")
 
