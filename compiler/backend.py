@@ -9,7 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -61,7 +61,7 @@ def cascade_backend(
 
 def _reset() -> None:
     """Forward `torch._dynamo.reset()` as Inductor's own backend does."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
         reset_cudagraph_trees()
@@ -91,7 +91,9 @@ def compile_graph(
 
     keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     if options.disable:
-        return compile_fx(gm, example_inputs, config_patches=dict(patches), **keywords)
+        return cast(
+            "Compiled", compile_fx(gm, example_inputs, config_patches=dict(patches), **keywords)
+        )
     from torch_cascade.compiler.capture_rules import builds_training_graph
     from torch_cascade.compiler.pipeline import Pipeline
     from torch_cascade.compiler.record import Compilation
@@ -110,7 +112,7 @@ def compile_graph(
         record.cached = not pipeline.ran
     record.total_seconds = time.perf_counter() - begin
     _publish(record, options)
-    return compiled
+    return cast("Compiled", compiled)
 
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:

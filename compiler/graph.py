@@ -7,7 +7,7 @@ says no and never adds a guard; the one deliberate guard of this package is in `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, cast
 
 import sympy
@@ -15,7 +15,13 @@ import torch
 from torch import fx
 from torch._guards import tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.symbolic_shapes import (
+    ShapeEnv,
+    free_unbacked_symbols,
+    statically_known_true,
+)
+from torch.utils._sympy.functions import Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -23,6 +29,11 @@ Size: TypeAlias = sympy.Expr
 SizeLike: TypeAlias = "int | torch.SymInt | sympy.Expr"
 
 aten = torch.ops.aten
+
+# torch 2.11 has `size_hint`; 2.12 renamed it.
+_hint_of: Callable[[Any], int] = (
+    getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint
+)
 
 
 def value(node: fx.Node) -> Any:
@@ -77,14 +88,15 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode:
 class Sizes:
     """What is known about the symbolic sizes of one graph, asked without adding guards."""
 
-    def __init__(self, shape_env: ShapeEnv | None) -> None:
+    def __init__(self, shape_env: ShapeEnv | None, *, may_guard: bool = False) -> None:
         """Facts of `shape_env`; None for a graph whose sizes are all static."""
         self.shape_env = shape_env
+        self.may_guard = may_guard
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> Sizes:
+    def of(cls, graph: fx.Graph, *, may_guard: bool = False) -> Sizes:
         """The facts that belong to a graph's fake values."""
-        return cls(fake_mode(graph).shape_env)
+        return cls(fake_mode(graph).shape_env, may_guard=may_guard)
 
     def known(self, condition: Any) -> bool:
         """True iff a sympy condition (or bool) holds for all admitted sizes; adds no guard."""
@@ -97,7 +109,48 @@ class Sizes:
     def equal(self, a: SizeLike, b: SizeLike) -> bool:
         """True iff both sizes are provably the same."""
         a, b = size_expr(a), size_expr(b)
-        return a == b or self.known(sympy.Eq(a, b))
+        if a == b or (a.is_number and b.is_number):
+            return bool(a == b)
+        if self.known(sympy.Eq(a, b)):
+            return True
+        return bool(sympy.expand(self.rewritten(a) - self.rewritten(b)) == 0)
+
+    def agree(self, a: SizeLike, b: SizeLike) -> bool:
+        """True iff both sizes are the same wherever the program is valid.
+
+        For pairs that an attention itself needs to be equal, such as the lengths of K and V: Dynamo
+        gives each its own symbol, and nothing in the graph compares them. Where the pair is not
+        proved but equal now, the equality becomes a guard (if `may_guard`): it cannot fail in a
+        valid program, so it costs no recompilation.
+        """
+        if self.equal(a, b):
+            return True
+        hint = self.hint(a)
+        if not self.may_guard or hint is None or hint != self.hint(b):
+            return False
+        assert self.shape_env is not None  # static sizes are equal or not
+        condition = sympy.Eq(size_expr(a), size_expr(b))
+        return bool(self.shape_env.create_symboolnode(condition))
+
+    def rewritten(self, expr: Size) -> Size:
+        """An expression in terms of what guards already say a symbol equals.
+
+        Torch looks a guard such as `Eq(s0, s1*(s0//s1))` up only as a whole; inside a product it
+        has to be substituted.
+        """
+        if self.shape_env is None:
+            return expr
+        expr = self.shape_env.replace(expr)
+        facts = [f for f, holds in self.shape_env.axioms.items() if holds == sympy.true]
+        equal = {f.lhs: f.rhs for f in facts if isinstance(f, sympy.Eq) and f.lhs.is_Symbol}
+        expr = expr.xreplace(equal)
+        # Strides of fakes hold Max(1, size); a size that a guard keeps from 0 is the Max itself.
+        at_least_one = {m: m.args[1] for m in expr.atoms(Max) if self._is_positive_size(m)}
+        return expr.xreplace(at_least_one)
+
+    def _is_positive_size(self, maximum: sympy.Basic) -> bool:
+        floor, *rest = maximum.args
+        return floor == 1 and len(rest) == 1 and self.known(sympy.Ne(rest[0], 0))
 
     def at_least(self, a: SizeLike, b: SizeLike) -> bool:
         """True iff `a >= b` is provable."""
@@ -110,8 +163,10 @@ class Sizes:
             return int(expr)
         if self.shape_env is None:
             return None
-        hint = self.shape_env.size_hint(expr, allow_none=True)
-        return None if hint is None else int(hint)
+        if free_unbacked_symbols(expr):
+            return None
+        symint = self.shape_env.create_symintnode(expr, hint=None)
+        return int(_hint_of(symint))
 
 
 class Emitter:
@@ -138,6 +193,8 @@ class Emitter:
     def size(self, size: SizeLike) -> int | fx.Node:
         """A size as a graph argument: an int, or a node that computes the expression."""
         expr = size_expr(size)
+        if self.mode.shape_env is not None:  # a symbol may since have been found to equal another
+            expr = self.mode.shape_env.replace(expr)
         if expr.is_number:
             return int(expr)
         env = {symbol: _Arithmetic(self, self._symbol(symbol)) for symbol in expr.free_symbols}
@@ -158,7 +215,7 @@ class Emitter:
         for node in self.graph.find_nodes(op="placeholder"):
             val = node.meta.get("val")
             if isinstance(val, torch.SymInt) and val.node.expr == symbol:
-                return node
+                return cast("fx.Node", node)
         for node in self.graph.find_nodes(op="placeholder"):
             if not isinstance(node.meta.get("val"), torch.Tensor):
                 continue

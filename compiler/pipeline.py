@@ -35,7 +35,7 @@ def passes_of(options: Options, graph: fx.Graph) -> tuple[Pass, ...]:
     return (*chosen, LowerPass(), CleanupPass(since=frozenset(graph.nodes)))
 
 
-class Pipeline(CustomGraphPass):  # type: ignore[misc]
+class Pipeline(CustomGraphPass):
     """Runs the passes on the functional graph that AOTAutograd hands to Inductor.
 
     A user's own `joint_custom_pre_pass` runs first. `uuid` is part of Inductor's cache key: it
@@ -60,7 +60,8 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
             return
         self.record.restart()
         self.record.before = show(graph)
-        context = PassContext(Sizes.of(graph), self.options, self.record)
+        sizes = Sizes.of(graph, may_guard=self.options.guards == "auto")
+        context = PassContext(sizes, self.options, self.record)
         for each in passes_of(self.options, graph):
             self._run(each, graph, context)
         graph.lint()

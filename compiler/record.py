@@ -82,7 +82,7 @@ class Compilation:
         """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""
         self.sites = [s for s in self.sites if not s.form]
         self.before = self.after = ""
-        self.seconds = {}
+        self.seconds = {k: s for k, s in self.seconds.items() if k == "capture"}
 
 
 def source_line(node: fx.Node) -> str:

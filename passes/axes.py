@@ -11,7 +11,7 @@ cannot be confused. Equal sizes by accident mean nothing: a digit is an axis and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -61,12 +61,11 @@ def whole(axis: AxisName, size: Size, stride: Size = ONE) -> Dim:
 
 def quotient(a: Size, b: Size, sizes: Sizes) -> Size | None:
     """`a / b` if `b` provably divides `a`, else None."""
-    ratio = sympy.cancel(a / b) if not (a.is_number and b.is_number) else a / b
-    if ratio.is_number and not ratio.is_integer:
-        return None
-    candidates = (ratio, FloorDiv(a, b))
-    exact = (c for c in candidates if sympy.denom(c) == 1 and sizes.equal(c * b, a))
-    return next(exact, None)
+    if sizes.equal(a, b):
+        return ONE
+    ratios = [sympy.cancel(x / y) for x, y in ((a, b), (sizes.rewritten(a), sizes.rewritten(b)))]
+    exact = (r for r in (*ratios, FloorDiv(a, b)) if sympy.denom(r) == 1)
+    return next((r for r in exact if sizes.equal(r * b, a)), None)
 
 
 def split_digit(digit: Digit, parts: Sequence[Size]) -> tuple[Digit, ...]:
@@ -180,11 +179,11 @@ def normalise(digits: Sequence[Digit], sizes: Sizes) -> tuple[Digit, ...]:
     return tuple(joined)
 
 
-def same_digits(a: Sequence[Digit], b: Sequence[Digit], sizes: Sizes) -> bool:
-    """True iff two canonical digit lists are provably the same."""
+def same_digits(a: Sequence[Digit], b: Sequence[Digit], same: Callable[[Size, Size], bool]) -> bool:
+    """True iff two canonical digit lists are the same, by `Sizes.equal` or `Sizes.agree`."""
     if len(a) != len(b):
         return False
     return all(
-        x.axis == y.axis and sizes.equal(x.stride, y.stride) and sizes.equal(x.size, y.size)
+        x.axis == y.axis and same(x.stride, y.stride) and same(x.size, y.size)
         for x, y in zip(a, b, strict=True)
     )

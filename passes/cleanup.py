@@ -46,5 +46,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 def _key(node: fx.Node) -> tuple[Any, ...]:
     leaves, spec = tree_flatten((node.args, node.kwargs))
-    typed = tuple((type(leaf), leaf if isinstance(leaf, fx.Node) else repr(leaf)) for leaf in leaves)
+    typed = tuple(
+        (type(leaf), leaf if isinstance(leaf, fx.Node) else repr(leaf)) for leaf in leaves
+    )
     return node.target, typed, spec

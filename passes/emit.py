@@ -15,7 +15,7 @@ from torch_cascade.passes.axes import Digit
 from torch_cascade.passes.layout import laid_out
 from torch_cascade.passes.plan import CascadePlan, Part
 from torch_cascade.passes.prefix import Piece, Segment, axis_size
-from torch_cascade.passes.site import AttentionSite, MaskTerm
+from torch_cascade.passes.site import AttentionSite, AxisName, MaskTerm
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -56,7 +56,8 @@ def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
 def _query(emit: Emitter, site: AttentionSite) -> tuple[fx.Node, float | fx.Node | None]:
     """The query as [n, h, q, d], and the scale that `attend` takes (a tensor scale goes into q)."""
     q, scale = site.q.node, site.scale
-    order = [site.q.axes.index(axis) for axis in ("n", "h", "q", "d") if axis in site.q.axes]
+    wanted: tuple[AxisName, ...] = ("n", "h", "q", "d")
+    order = [site.q.axes.index(axis) for axis in wanted if axis in site.q.axes]
     if order != sorted(order):
         q = emit.call(aten.permute.default, q, order)
     if "h" not in site.q.axes:

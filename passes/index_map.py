@@ -57,7 +57,8 @@ def index_is_integer(index: fx.Node) -> bool:
 
 def read_index(index: fx.Node, position: Dim, sizes: Sizes) -> Dim | None:
     """The value of a 1-D index tensor at `position`: digits and an offset, None if unreadable."""
-    node, dims = index, (position,)
+    node = index
+    dims: Dims = (position,)
     while True:
         if node.target in _VALUES:
             return _VALUES[node.target](node, dims, sizes)
@@ -109,7 +110,7 @@ def _by_divisor(node: fx.Node, dims: Dims, sizes: Sizes) -> tuple[Dim, Dim] | No
     if not isinstance(dividend, fx.Node) or not _is_size(divisor) or len(shape(dividend)) != 1:
         return None
     value = read_index(dividend, dims[0], sizes)
-    size = size_expr(divisor)  # type: ignore[arg-type]
+    size = size_expr(divisor)
     if value is None or value.offset != 0 or not value.digits:
         return None
     count = quotient(value.extent, size, sizes)

@@ -16,16 +16,15 @@ from typing import Any, ClassVar
 import sympy
 import torch
 from torch import fx
-from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._guards import tracing
-from torch._inductor.decomposition import select_decomp_table
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
-from torch_cascade.compiler.graph import fake_mode, size_expr, value
+from torch_cascade.compiler.graph import Size, Sizes, fake_mode, value
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.kernels.cpu_attend import attend_cpu
 from torch_cascade.kernels.merge import merge_torch
 from torch_cascade.kernels.sdpa import sdpa_torch
+from torch_cascade.passes.trace import Abstraction, Trace, trace
 
 ops = torch.ops.cascade
 
@@ -63,132 +62,109 @@ class LowerPass(Pass):
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
         """Replace each cascade op, in graph order."""
         table = implementations()
-        traces: dict[Any, Trace] = {}
+        inliner = _Inliner(graph, context.sizes)
         for node in list(graph.nodes):
             if node.target in table:
-                _inline(node, table[node.target], traces)
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A traced implementation: its graph, and the size symbols its values are written in."""
-
-    graph: fx.Graph
-    symbols: tuple[sympy.Symbol, ...]
+                inliner.inline(node, table[node.target])
 
 
 @dataclass
-class _Signature:
-    """What a trace depends on, with size symbols named by order of appearance."""
+class _Inliner:
+    """Inlines implementations into one graph; keeps the traces and values it can use again."""
 
-    symbols: dict[sympy.Symbol, sympy.Symbol] = field(default_factory=dict)
+    graph: fx.Graph
+    sizes: Sizes
+    traces: dict[Any, Trace] = field(default_factory=dict)
+    values: dict[Any, Any] = field(default_factory=dict)
+    assumed: set[Any] = field(default_factory=set)
 
-    def of(self, arg: Any) -> Any:
-        """A hashable description of one argument."""
-        val = value(arg) if isinstance(arg, fx.Node) else arg
-        if isinstance(val, torch.Tensor):
-            sizes = [self._named(s) for s in (*val.shape, *val.stride(), val.storage_offset())]
-            return (*sizes, val.dtype, val.device, val.ndim)
-        if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return type(val).__name__, self._named(val)
-        return repr(val)
+    def inline(self, node: fx.Node, function: Callable[..., Any]) -> None:
+        """Replace a call by the trace of `function` on its arguments."""
+        leaves, spec = tree_flatten((node.args, node.kwargs))
+        abstraction = Abstraction(self.sizes)
+        described = tuple(abstraction.describe(leaf) for leaf in leaves)
+        key = (node.target, described, spec, abstraction.bounds())
+        if key not in self.traces:
+            self.traces[key] = trace(function, leaves, spec, described, abstraction)
+        traced = self.traces[key]
+        renamed = dict(zip(traced.symbols, abstraction.atoms, strict=True))
+        settled = (id(traced), tuple(renamed.values()))
+        if settled not in self.assumed:
+            self._assume(traced, renamed)
+            self.assumed.add(settled)
+        inputs = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+        _replace(node, self._copied(traced, node, inputs, renamed))
 
-    def _named(self, size: Any) -> sympy.Basic:
-        expr = size.node.expr if isinstance(size, torch.SymFloat) else size_expr(size)
-        for symbol in sorted(expr.free_symbols, key=str):
-            name = f"size{len(self.symbols)}"
-            assumptions = {"integer": symbol.is_integer, "positive": symbol.is_positive}
-            self.symbols.setdefault(symbol, sympy.Symbol(name, **assumptions))
-        return expr.xreplace(self.symbols)
+    def _assume(self, traced: Trace, renamed: dict[sympy.Symbol, Size]) -> None:
+        """Make what the trace assumed hold for the real sizes: proved, else guarded."""
+        shape_env = self.sizes.shape_env
+        for condition in traced.conditions:
+            real = condition.xreplace(renamed)
+            if self.sizes.known(real):
+                continue
+            assert shape_env is not None
+            if not bool(shape_env.create_symboolnode(real)):
+                raise AssertionError(f"traced under {condition}, which is {real} here: false")
 
+    def _copied(
+        self,
+        traced: Trace,
+        anchor: fx.Node,
+        inputs: Sequence[fx.Node],
+        renamed: dict[sympy.Symbol, Size],
+    ) -> list[Any]:
+        """Copy a traced graph before `anchor`; returns its outputs as arguments."""
+        placeholders = iter(inputs)
+        env: dict[fx.Node, fx.Node] = {}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(placeholders)
+            elif node.op == "output":
+                return [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
+            else:
+                assert node.op == "call_function", f"{node.format_node()} in a trace"
+                with self.graph.inserting_before(anchor):
+                    env[node] = copy = self.graph.node_copy(node, env.__getitem__)
+                copy.meta = _meta(node, anchor)
+                copy.meta["val"] = self._value(node, renamed)
+        raise AssertionError("a traced graph ends with its output")
 
-def _inline(node: fx.Node, function: Callable[..., Any], traces: dict[Any, Trace]) -> None:
-    leaves, spec = tree_flatten((node.args, node.kwargs))
-    inputs = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-    signature = _Signature()
-    key = (node.target, tuple(signature.of(leaf) for leaf in leaves))
-    symbols = tuple(signature.symbols)
-    if key not in traces:
-        traces[key] = Trace(_trace(function, leaves, spec, inputs), symbols)
-    trace = traces[key]
-    renamed = dict(zip(trace.symbols, symbols, strict=True))
-    outputs = _copied(trace.graph, node, inputs, renamed)
-    _replace(node, outputs)
+    def _value(self, node: fx.Node, renamed: dict[sympy.Symbol, Size]) -> Any:
+        """The value of a traced node in the real sizes; layers of the same sizes share it."""
+        key = (node, tuple(renamed.values()))
+        if key not in self.values:
+            self.values[key] = self._rewritten(value(node), renamed)
+        return self.values[key]
 
+    def _rewritten(self, val: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
+        if isinstance(val, (tuple, list)):
+            return type(val)(self._rewritten(v, renamed) for v in val)
+        if isinstance(val, (torch.SymInt, torch.SymFloat)):
+            return self._size(val, renamed)
+        if not isinstance(val, torch.Tensor):
+            return val
+        shape = [self._size(s, renamed) for s in val.shape]
+        strides = [self._size(s, renamed) for s in val.stride()]
+        with tracing(None), fake_mode(self.graph):
+            return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)
 
-def _trace(
-    function: Callable[..., Any], leaves: Sequence[Any], spec: Any, inputs: Sequence[fx.Node]
-) -> fx.Graph:
-    """The functional ATen graph of an implementation, on the fake values of its arguments."""
-
-    def flat(*values: Any) -> tuple[Any, ...]:
-        given = iter(values)
-        filled = [next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
-        args, kwargs = tree_unflatten(filled, spec)
-        result = function(*args, **kwargs)
-        return result if isinstance(result, tuple) else (result,)
-
-    with tracing(None):
-        module = aot_export_joint_simple(
-            flat,
-            tuple(value(node) for node in inputs),
-            trace_joint=False,
-            decompositions=select_decomp_table(),
-        )
-    return module.graph
-
-
-def _copied(
-    traced: fx.Graph,
-    anchor: fx.Node,
-    inputs: Sequence[fx.Node],
-    renamed: dict[sympy.Symbol, sympy.Symbol],
-) -> list[Any]:
-    """Copy a traced graph before `anchor`; returns its outputs as arguments."""
-    placeholders = iter(inputs)
-    env: dict[fx.Node, fx.Node] = {}
-    same = all(a == b for a, b in renamed.items())
-    graph = anchor.graph
-    for node in traced.nodes:
-        if node.op == "placeholder":
-            env[node] = next(placeholders)
-        elif node.op == "output":
-            return [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
-        else:
-            assert node.op == "call_function", f"{node.format_node()} in a traced implementation"
-            with graph.inserting_before(anchor):
-                env[node] = copy = graph.node_copy(node, env.__getitem__)
-            copy.meta = _meta(node, anchor)
-            if not same:
-                copy.meta["val"] = _renamed_value(value(node), renamed, graph)
-    raise AssertionError("a traced graph ends with its output")
+    def _size(self, size: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
+        if not isinstance(size, (torch.SymInt, torch.SymFloat)):
+            return size
+        real = size.node.expr.xreplace(renamed)
+        if real.is_number:
+            return int(real)
+        assert self.sizes.shape_env is not None
+        if isinstance(size, torch.SymFloat):
+            return self.sizes.shape_env.create_symfloatnode(real, hint=None)
+        return self.sizes.shape_env.create_symintnode(real, hint=None)
 
 
 def _meta(node: fx.Node, anchor: fx.Node) -> dict[str, Any]:
-    """A copied node's metadata: its own value, the anchor's place in the user's code."""
+    """A copied node's metadata: what it is, at the anchor's place in the user's code."""
     keep = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
     place = {key: anchor.meta[key] for key in keep if key in anchor.meta}
     return {**node.meta, **place}
-
-
-def _renamed_value(val: Any, renamed: dict[sympy.Symbol, sympy.Symbol], graph: fx.Graph) -> Any:
-    """A fake value rewritten in the symbols of another site."""
-    mode = fake_mode(graph)
-    assert mode.shape_env is not None
-    shape_env = mode.shape_env
-
-    def size(s: Any) -> Any:
-        if not isinstance(s, torch.SymInt):
-            return s
-        return shape_env.create_symintnode(s.node.expr.xreplace(renamed), hint=None)
-
-    if isinstance(val, (tuple, list)):
-        return type(val)(_renamed_value(v, renamed, graph) for v in val)
-    if not isinstance(val, torch.Tensor):
-        return size(val)
-    sizes, strides = [size(s) for s in val.shape], [size(s) for s in val.stride()]
-    with tracing(None), mode:
-        return torch.empty_strided(sizes, strides, dtype=val.dtype, device=val.device)
 
 
 def _replace(node: fx.Node, outputs: Sequence[Any]) -> None:
@@ -197,6 +173,6 @@ def _replace(node: fx.Node, outputs: Sequence[Any]) -> None:
         node.replace_all_uses_with(outputs[0])
     for user in list(node.users):
         assert user.target is operator.getitem, f"{user.format_node()} uses several outputs"
-        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index,arg-type]
+        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
         node.graph.erase_node(user)
     node.graph.erase_node(node)

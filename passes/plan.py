@@ -11,7 +11,7 @@ from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.layout import output_order
 from torch_cascade.passes.mask import MaskReader, SegmentMask
-from torch_cascade.passes.prefix import Segment, axis_size, batch_size, segments
+from torch_cascade.passes.prefix import Segment, batch_size, segments
 from torch_cascade.passes.site import AttentionSite
 
 SUPPORTED_DEVICES = frozenset({"cpu"})

@@ -14,14 +14,15 @@ further is a base itself, so a cache that grows by cat is read as one tensor.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import cast
 
 import sympy
 import torch
 from torch import fx
 
+import torch_cascade.passes.index_map  # noqa: F401  (registers the rules of index ops)
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
-from torch_cascade.passes import index_map
 from torch_cascade.passes.axes import (
     ONE,
     ZERO,
@@ -38,7 +39,6 @@ from torch_cascade.passes.views import RULES, argument, split_dim
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-assert index_map.read_index  # importing it registers the rules of index and index_select
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
@@ -103,6 +103,9 @@ def segments(site: AttentionSite, sizes: Sizes) -> tuple[Segment, ...] | Decline
         The segments, or a decline: K and V do not resolve alike, heads are laid out so that they
         are no GQA group, or the batch digits do not tile the batch.
     """
+    refused = _contract(site, sizes)
+    if refused is not None:
+        return refused
     pieces_k = _pieces(site, site.k, sizes)
     pieces_v = _pieces(site, site.v, sizes)
     if len(pieces_k) != len(pieces_v):
@@ -119,6 +122,21 @@ def segments(site: AttentionSite, sizes: Sizes) -> tuple[Segment, ...] | Decline
     return tuple(found)
 
 
+def _contract(site: AttentionSite, sizes: Sizes) -> Declined | None:
+    """What attention itself needs to be equal; SDPA's fake kernel compares none of it."""
+    q, k, v = site.q, site.k, site.v
+    pairs: list[tuple[str, Operand, Operand, AxisName]]
+    pairs = [("key length", k, v, "k"), ("batch", k, v, "n"), ("head_dim", q, k, "d")]
+    if axis_size(k, "n") != 1:
+        pairs.append(("batch", q, k, "n"))
+    for name, a, b, axis in pairs:
+        left, right = axis_size(a, axis), axis_size(b, axis)
+        if not sizes.agree(left, right):
+            detail = f"{name} {left} and {right} are not known to be equal"
+            return Declined(Reason.KV_MISMATCH, site.node.name, detail)
+    return None
+
+
 def _mismatch(site: AttentionSite, detail: str) -> Declined:
     hint = "build K and V of the prefix by the same operations"
     return Declined(Reason.KV_MISMATCH, site.node.name, detail, hint)
@@ -128,12 +146,13 @@ def _segment(
     site: AttentionSite, k: Piece, v: Piece, start: Size, sizes: Sizes
 ) -> Segment | Declined:
     batch = batch_size(site)
-    if not sizes.equal(k.length, v.length):
+    if not sizes.agree(k.length, v.length):
         return _mismatch(site, f"at key {start}: K has {k.length} keys, V {v.length}")
     kept = normalise(k.digits("n"), sizes)
-    if not same_digits(kept, normalise(v.digits("n"), sizes), sizes):
+    if not same_digits(kept, normalise(v.digits("n"), sizes), sizes.agree):
         return _mismatch(site, f"at key {start}: K and V map the batch differently")
-    if not same_digits(normalise(k.digits("h"), sizes), normalise(v.digits("h"), sizes), sizes):
+    heads_k, heads_v = (normalise(piece.digits("h"), sizes) for piece in (k, v))
+    if not same_digits(heads_k, heads_v, sizes.agree):
         return _mismatch(site, f"at key {start}: K and V map the heads differently")
     dropped = complement(kept, "n", batch, sizes)
     if dropped is None:
@@ -223,18 +242,17 @@ def _without_stride_zero(piece: Piece) -> Piece:
 
 def _walk_cat(piece: Piece, sizes: Sizes) -> list[Piece]:
     node = piece.base
-    parts = node.args[0]
-    assert isinstance(parts, (list, tuple))
+    parts = cast("list[fx.Node]", list(node.args[0]))  # type: ignore[arg-type]
     axis: int = argument(node, 1, "dim", 0) % len(piece.dims)
-    repeated = _repeated_part(piece, list(parts), axis, sizes)
+    repeated = _repeated_part(piece, parts, axis, sizes)
     if repeated is not None:
         return _walk(repeated, sizes)
-    inner = _parts_in_range(piece, list(parts), axis, sizes)
+    inner = _parts_in_range(piece, parts, axis, sizes)
     if inner is None:
         return [piece]
     pieces = [p for part in inner for p in _walk(part, sizes)]
     own = normalise(piece.digits("n"), sizes)
-    shares = any(not same_digits(normalise(p.digits("n"), sizes), own, sizes) for p in pieces)
+    shares = any(not same_digits(normalise(p.digits("n"), sizes), own, sizes.equal) for p in pieces)
     return pieces if shares else [piece]
 
 
