@@ -189,7 +189,7 @@ def _bind(node: fx.Node) -> Call | Declined:
     except TypeError as error:
         return _unsupported(node, str(error).removeprefix("_arguments() "))
     dropout = given.pop("dropout_p")
-    if isinstance(dropout, fx.Node) or dropout != 0:
+    if dropout != 0:  # a node is not 0 either: its value is not known
         return refuse(Reason.DROPOUT, node, f"dropout_p={dropout}")
     scale = _value(given["scale"])
     if isinstance(scale, torch.Tensor):
