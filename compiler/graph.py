@@ -31,9 +31,8 @@ SizeLike: TypeAlias = "int | torch.SymInt | sympy.Expr"
 aten = torch.ops.aten
 
 # torch 2.11 has `size_hint`; 2.12 renamed it.
-_hint_of: Callable[[Any], int] = (
-    getattr(symbolic_shapes, "optimization_hint", None) or symbolic_shapes.size_hint
-)
+_HINTS = vars(symbolic_shapes)
+_hint_of: Callable[[Any], int] = _HINTS.get("optimization_hint") or _HINTS["size_hint"]
 
 
 def value(node: fx.Node) -> Any:

@@ -15,7 +15,7 @@ from torch_cascade.passes.axes import Digit
 from torch_cascade.passes.layout import laid_out
 from torch_cascade.passes.plan import CascadePlan, Part
 from torch_cascade.passes.prefix import Piece, Segment, axis_size
-from torch_cascade.passes.site import AttentionSite, AxisName, MaskTerm
+from torch_cascade.passes.site import AttentionSite, MaskTerm
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -39,25 +39,28 @@ def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
         out = _nan_where_empty(emit, out, lse)
     if "h" not in site.q.axes:
         out = emit.call(aten.squeeze.dim, out, 1)
-    if site.axes is not None:
-        natural = [axis for axis in ("n", "h", "q", "d") if axis in site.axes]
-        out = emit.call(aten.permute.default, out, [natural.index(axis) for axis in site.axes])
-        out = emit.call(aten.clone.default, out, memory_format=torch.contiguous_format)
     dtype = tensor(site.node).dtype
     if tensor(out).dtype != dtype:
         out = emit.call(prims.convert_element_type.default, out, dtype)
-    out = laid_out(emit, out, plan.order)
+    out = laid_out(emit, out, _output_dims(site), plan.order)
     out.meta["val"] = site.node.meta["val"]
     site.node.replace_all_uses_with(out)
     site.node.graph.erase_node(site.node)
     return out
 
 
+def _output_dims(site: AttentionSite) -> tuple[int, ...]:
+    """For each dim of the site's output its place among n, h, q and d."""
+    if site.axes is None:
+        return tuple(range(len(shape(site.node))))
+    natural = [axis for axis in "nhqd" if axis in set(site.axes)]
+    return tuple(natural.index(axis) for axis in site.axes)
+
+
 def _query(emit: Emitter, site: AttentionSite) -> tuple[fx.Node, float | fx.Node | None]:
     """The query as [n, h, q, d], and the scale that `attend` takes (a tensor scale goes into q)."""
     q, scale = site.q.node, site.scale
-    wanted: tuple[AxisName, ...] = ("n", "h", "q", "d")
-    order = [site.q.axes.index(axis) for axis in wanted if axis in site.q.axes]
+    order = ["".join(site.q.axes).index(axis) for axis in "nhqd" if axis in set(site.q.axes)]
     if order != sorted(order):
         q = emit.call(aten.permute.default, q, order)
     if "h" not in site.q.axes:

@@ -35,11 +35,18 @@ def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
     return tuple(order)
 
 
-def laid_out(emit: Emitter, node: fx.Node, order: Order) -> fx.Node:
-    """A copy-free view of a contiguous copy of `node` whose memory runs in the given order."""
-    if order == tuple(range(len(order))):
-        return node
-    permuted = emit.call(aten.permute.default, node, list(order))
-    dense = emit.call(aten.clone.default, permuted, memory_format=torch.contiguous_format)
-    inverse = [order.index(d) for d in range(len(order))]
-    return emit.call(aten.permute.default, dense, inverse)
+def laid_out(emit: Emitter, node: fx.Node, dims: Order, order: Order) -> fx.Node:
+    """A contiguous tensor with its dims rearranged, and its memory with them.
+
+    Args:
+        emit: where to write.
+        node: a contiguous tensor.
+        dims: for each dim of the result, the dim of `node` it is.
+        order: the result's dims from the largest stride to the smallest.
+    """
+    memory = [dims[d] for d in order]
+    if memory != sorted(memory):
+        permuted = emit.call(aten.permute.default, node, memory)
+        node = emit.call(aten.clone.default, permuted, memory_format=torch.contiguous_format)
+    place = [order.index(d) for d in range(len(order))]
+    return node if place == sorted(place) else emit.call(aten.permute.default, node, place)

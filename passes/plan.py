@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import sympy
+import torch
 
 from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
@@ -19,6 +20,7 @@ SUPPORTED_DEVICES = frozenset({"cpu"})
 # A softmax whose visible scores are below this has no correct digit left in float32, so a finite
 # fill at or below it hides a key as -inf does, wherever the row sees another key.
 _HIDING_FILL = -1e9
+_HIDING_FILL_FLOAT64 = -1e30
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,26 @@ def plan(
     if all(s.branches == 1 for part in parts for s in part.segments):
         detail = "the shared keys are empty, or no query sees them"
         return Declined(Reason.EMPTY_SEGMENT, site.node.name, detail)
-    seen = any(p.mask.rows_see_a_key for p in parts)
-    if site.fully_masked == "uniform" and not seen:
-        hint = "mask with -inf, or make it provable that every query sees a key"
-        detail = "a finite fill value, and a query row may see no key"
-        return Declined(Reason.FINITE_FILL, site.node.name, detail, hint)
+    seen = reader.sees_a_key(site)
+    refused = _fills(site, seen)
+    if refused is not None:
+        return refused
     bounded = seen or reader.finite(site)
     return CascadePlan(site, parts, order, seen, bounded, _work(site, parts))
+
+
+def _fills(site: AttentionSite, seen: bool) -> Declined | None:
+    """Finite fills hide a key as -inf does if they are huge and every row sees a key besides."""
+    hint = "mask with -inf, or make it provable that every query sees a key"
+    if site.fully_masked == "uniform" and not seen:
+        detail = "a finite fill value, and a query row may see no key"
+        return Declined(Reason.FINITE_FILL, site.node.name, detail, hint)
+    hiding = _HIDING_FILL_FLOAT64 if tensor(site.node).dtype == torch.float64 else _HIDING_FILL
+    small = [t.fill for t in site.masks if t.fill is not None and t.fill > hiding]
+    if small:
+        detail = f"a fill value of {small[0]} may not hide a key"
+        return Declined(Reason.FINITE_FILL, site.node.name, detail, hint)
+    return None
 
 
 def _parts(
