@@ -31,7 +31,7 @@ from torch_cascade.passes.mask_sources import RULES
 from torch_cascade.passes.predicate import Atoms, Index, Prover, Range, Tree, apply, size
 
 # Trees beyond this, or chains of ops deeper than that, are no mask that could be proved anyway.
-_MOST_LEAVES = 256
+_MOST_LEAVES = 128
 _DEEPEST = 64
 
 

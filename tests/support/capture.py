@@ -45,7 +45,7 @@ def joint_graphs(
     fn: Callable[..., Any],
     *args: Any,
     dynamic: bool | None = None,
-    prepare: Callable[[fx.GraphModule], Any] | None = None,
+    prepare: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
     **kwargs: Any,
 ) -> list[fx.GraphModule]:
     """Call `fn` compiled and return every functional ATen graph (with `meta["val"]`) in order.
@@ -54,7 +54,8 @@ def joint_graphs(
         fn: function or module to compile; it is called once, without gradients.
         args: its positional arguments; `torch._dynamo.mark_dynamic` marks are respected.
         dynamic: as for `torch.compile`.
-        prepare: edits each Dynamo graph in place before AOTAutograd, e.g. to raise attentions.
+        prepare: edits each Dynamo graph, given its inputs, in place before AOTAutograd, e.g.
+            `torch_cascade.compiler.capture.capture`.
         kwargs: keyword arguments of the call.
 
     Returns:
@@ -64,7 +65,7 @@ def joint_graphs(
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:
         if prepare is not None:
-            prepare(gm)
+            prepare(gm, inputs)
         patches = {"joint_custom_pre_pass": recorder}
         return compile_fx(gm, inputs, inner_compile=boxed, config_patches=patches)
 
@@ -78,7 +79,7 @@ def joint_graph(
     fn: Callable[..., Any],
     *args: Any,
     dynamic: bool | None = None,
-    prepare: Callable[[fx.GraphModule], Any] | None = None,
+    prepare: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
     **kwargs: Any,
 ) -> fx.GraphModule:
     """The last graph of `joint_graphs` (a restarted compilation may show earlier drafts).
