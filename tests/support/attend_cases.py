@@ -113,7 +113,9 @@ def assert_attends(result: tuple[Tensor, Tensor], args: Any, options: dict[str, 
     assert lse.stride() == torch.empty(lse.shape).stride()
     wanted = attend_reference(*args, **options)
     eager = attend_reference(*args, **options, dtype=acc)
-    assert_close_to_reference(o, eager[0], wanted[0])
+    finite = wanted[1][torch.isfinite(wanted[1])]
+    large = finite.numel() > 0 and finite.abs().max() > 88  # beyond what exp can take
+    assert_close_to_reference(o, eager[0], wanted[0], merged_lse=wanted[1] if large else None)
     assert_close_to_reference(lse, eager[1], wanted[1])
 
 

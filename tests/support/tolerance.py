@@ -14,15 +14,16 @@ the keys cannot be. Merging two parts rounds: each partial output (1/2 eps), eac
 and exponential (1 eps each), the product and the sum (1/2 eps each), the result (1/2 eps): 4 eps,
 relative to the largest output, as weights are positive and sum to one.
 
-A third term, for merges of parts whose log-sum-exps are large (needles, scores in the hundreds):
+A third term, where log-sum-exps are large (needles, scores in the hundreds):
 
     + eps(dtype) * max |lse| * max |reference64|
 
 A stored lse_i is rounded by up to `eps/2 * |lse_i|`, which changes weight w_i by that much
 relatively, and the output by at most `sum_i w_i |o_i - o| * eps/2 * |lse|`, which is not above
 `eps/2 * |lse| * max |o|`; twice that, as a nested merge rounds once more. Eager has no such
-rounding. For ordinary scores it drowns in the second term, and tests leave it out. It concerns
-outputs, never a log-sum-exp itself.
+rounding; it rounds its scores, and where few large ones decide, its maximum is one of few draws.
+For ordinary scores the term drowns in the second, and tests leave it out. It concerns outputs,
+never a log-sum-exp itself.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def assert_close_to_reference(
         eager: the same quantity computed by straightforward code in the dtype of the computation;
             where it is not finite but the reference is, it says nothing.
         reference64: the same quantity in float64. Its infinities and NaNs must be met exactly.
-        merged_lse: the log-sum-exps, where parts with large ones were merged; else None.
+        merged_lse: the log-sum-exps, where large ones decide; else None.
 
     Raises:
         AssertionError: with the error, its bound, and where the largest error is.
