@@ -1,0 +1,129 @@
+"""The command line of the demonstration: `python -m torch_cascade demo`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_cascade.demo.errors import DemoError
+
+NEEDED = ("transformers", "safetensors", "rich")
+NEEDED_TO_UNPACK = ("accelerate", "gguf")  # only for the packaged model
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of the demonstration."""
+    count = _at_least(1)
+    parser.add_argument("--model", metavar="DIR", help="a transformers causal language model")
+    parser.add_argument("--branches", type=count, default=8, help="continuations (default: 8)")
+    parser.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
+    parser.add_argument("--prompt-tokens", type=_at_least(2), help="cut or repeat it to so many")
+    parser.add_argument(
+        "--new-tokens", type=_at_least(8), default=32, help="tokens to add (default: 32)"
+    )
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere"
+    )
+    parser.add_argument("--layers", type=count, help="keep only the first layers: a quick run")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+
+
+def _at_least(least: int) -> Any:
+    def count(text: str) -> int:
+        if (number := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}")
+        return number
+
+    return count
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demonstration.
+
+    Returns:
+        The exit status: 0, or 2 after one line that says what the user can do.
+    """
+    try:
+        _check_installed(NEEDED if arguments.model else NEEDED + NEEDED_TO_UNPACK)
+        _run(arguments)
+    except DemoError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _check_installed(names: Sequence[str]) -> None:
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise DemoError(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def _check_length(config: Any, length: int) -> None:
+    limit = getattr(config.get_text_config(), "max_position_embeddings", length)
+    if length > limit:
+        raise DemoError(f"prompt and new tokens are {length}, the model takes {limit}")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from torch_cascade.demo import engines, model, prompt, report
+
+    console = Console()
+    device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = DTYPES[arguments.dtype or ("float32" if device == "cpu" else "bfloat16")]
+    with console.status("loading the model (the first time it is unpacked: half a minute)"):
+        folder = Path(arguments.model) if arguments.model else model.default_folder()
+        lm, tokenizer = model.load(folder, dtype, device, arguments.layers)
+        ids = prompt.build(tokenizer, arguments.prompt_file, arguments.prompt_tokens).to(device)
+        _check_length(lm.config, ids.shape[1] + arguments.new_tokens)
+    with console.status("reading the prompt"):
+        running = engines.build(lm, ids, arguments.branches, arguments.new_tokens)
+    console.print(
+        f"{folder.name}: {lm.config.num_hidden_layers} layers, {str(dtype)[6:]} on {device}; "
+        f"{ids.shape[1]} prompt tokens, {arguments.branches} branches, "
+        f"{arguments.new_tokens} new tokens each",
+        highlight=False,
+    )
+    _decode(console, lm, ids, arguments, running)
+    report.show(console, running, tokenizer, arguments.branches)
+    if arguments.json:
+        setup = {"prompt_tokens": ids.shape[1], "torch": torch.__version__}
+        content = setup | {"arguments": vars(arguments), "engines": report.measure(running)}
+        Path(arguments.json).write_text(json.dumps(content, default=str, indent=1) + "\n")
+
+
+def _decode(
+    console: Any, lm: Any, ids: torch.Tensor, arguments: argparse.Namespace, running: list[Any]
+) -> None:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from torch_cascade.demo.decode import decode
+    from torch_cascade.runtime.prefix_cache import cache_argument
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, refresh_per_second=2) as bar:
+        task = bar.add_task("", total=arguments.new_tokens * len(running))
+
+        def progress(step: int, engine: Any) -> None:
+            verb = "decode" if engine.seconds[2:] else "compile"
+            bar.update(task, advance=1, description=f"step {step}, {verb}: {engine.name}")
+
+        decode(
+            running,
+            cache_argument(lm),
+            ids,
+            arguments.branches,
+            lm.config.get_text_config().vocab_size,
+            arguments.new_tokens,
+            progress,
+        )

@@ -1,0 +1,119 @@
+"""What the demonstration says in the end: texts, agreement, table, the compiler's report."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from torch_cascade.compiler import backend
+from torch_cascade.demo.decode import differences
+from torch_cascade.demo.engines import Engine
+
+
+def measure(engines: Sequence[Engine]) -> dict[str, dict[str, Any]]:
+    """Numbers of every engine, by name; times are compared within each step, then the median taken.
+
+    `speed` and `memory` are ratios to the fastest stock engine: above 1, faster; below 1, smaller.
+    """
+    best = best_stock(engines)
+    return {
+        engine.name: {
+            "step_ms": 1e3 * statistics.median(engine.steady()),
+            "speed": statistics.median(
+                theirs / ours for theirs, ours in zip(best.steady(), engine.steady(), strict=True)
+            ),
+            "kv_bytes": engine.kv_bytes(),
+            "memory": engine.kv_bytes() / best.kv_bytes(),
+            "compile_s": engine.compile_seconds(),
+            "differences": [vars(d) for d in differences(engine, engines[-1])],
+        }
+        for engine in engines
+    }
+
+
+def best_stock(engines: Sequence[Engine]) -> Engine:
+    """The stock engine with the smallest median step time."""
+    return min((e for e in engines if e.stock), key=lambda e: statistics.median(e.steady()))
+
+
+def table(numbers: dict[str, dict[str, Any]], branches: int) -> Table:
+    """Engines as rows."""
+    drawn = Table(box=box.SIMPLE_HEAD)
+    drawn.add_column("engine", no_wrap=True)
+    for column in ("a step", "speed", "KV memory", "ratio", "compile", "agree"):
+        drawn.add_column(column, justify="right", no_wrap=True)
+    for name, row in numbers.items():
+        drawn.add_row(
+            name,
+            f"{row['step_ms']:.1f} ms",
+            f"{row['speed']:.2f} x",
+            f"{row['kv_bytes'] / 2**20:.1f} MiB",
+            f"{row['memory']:.2f} x",
+            f"{row['compile_s']:.0f} s",
+            f"{branches - len(row['differences'])} of {branches}",
+        )
+    return drawn
+
+
+def texts(engine: Engine, tokenizer: Any) -> list[str]:
+    """What the branches say, once each, with the number of branches that say it."""
+    ends = {tokenizer.eos_token_id}
+    branches = [_until(row, ends) for row in torch.stack(engine.tokens, dim=1).tolist()]
+    said = Counter(tokenizer.decode(tokens).strip() for tokens in branches)
+    return [
+        f"[{count} of {len(branches)}] {' '.join(text.split())}" for text, count in said.items()
+    ]
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    stop = next((i for i, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
+
+
+def report_text() -> str:
+    """What the compiler found and did in this process, one line a compiled graph."""
+    lines = []
+    for record in backend.recent():
+        if record.cached:
+            lines.append("a graph came whole from Inductor's cache: the passes did not run again")
+            continue
+        done = sum(site.rewritten for site in record.sites)
+        passes = sum(record.seconds.values())
+        lines.append(
+            f"{done} of {len(record.sites)} attention sites rewritten; "
+            f"the passes took {passes:.1f} of {record.total_seconds:.0f} s"
+        )
+        reasons = Counter(str(site.declined) for site in record.sites if site.declined)
+        lines += [f"  {count} x {reason}" for reason, count in reasons.items()]
+    return "\n".join(lines)
+
+
+def show(console: Console, engines: Sequence[Engine], tokenizer: Any, branches: int) -> None:
+    """Print everything."""
+    numbers = measure(engines)
+    console.print("\n[bold]What the branches wrote[/] (cascade)")
+    for text in texts(engines[0], tokenizer):
+        console.print(f"  {text}", markup=False, highlight=False)
+    console.print()
+    console.print(table(numbers, branches))
+    console.print(
+        "dynamic, static: transformers' DynamicCache and StaticCache, expanded once. "
+        f"Speed and ratio: against {best_stock(engines).name}, the fastest stock engine. "
+        f"Agree: branches with the same tokens as {engines[-1].name}.",
+        highlight=False,
+    )
+    for name, row in numbers.items():
+        for found in row["differences"]:
+            console.print(
+                f"{name}: branch {found['branch']} chose another token at step {found['step']}, "
+                f"where the best two were {found['margin']:.1e} logits apart",
+                highlight=False,
+            )
+    console.print(f"\n[bold]What the compiler did[/]\n{report_text()}", highlight=False)

