@@ -43,10 +43,11 @@ class SharedPrefixCache(Cache):
     cache's tensors are viewed, never copied or written, so several caches may share them.
 
     The suffix of the branches grows by concatenation, or with `max_suffix` is written into a
-    buffer of that many tokens: then `generate` compiles the model, and a compiled forward serves
-    all steps. A token too many is a ValueError before anything is written: in eager mode, and in
-    `generate`, compiled or not. A forward that was compiled by hand stops with the index error
-    that Inductor checks for (on CUDA a device-side assertion); it never wraps round.
+    buffer of that many tokens: a compiled forward then serves all steps, and `generate` compiles
+    it by itself (for sampling and greedy search; for beam search set
+    `model.forward = torch.compile(model.forward, ...)`). A token too many is a ValueError before
+    anything is written: in eager mode, and in `generate`, compiled or not. Any other compiled
+    forward stops with Inductor's index error (on CUDA a device-side assertion), never wraps round.
 
     Layers with a sliding window keep the whole prefix, and the mask hides what is out of the
     window: prefill such models with a `DynamicCache()` without config, as `prefill` does.
