@@ -14,7 +14,6 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-import torch_cascade
 from torch_cascade.compiler.graph import Sizes, show
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
@@ -27,6 +26,8 @@ from torch_cascade.passes.verify import check_graph
 logger = logging.getLogger(__name__)
 
 UserPass = Callable[[fx.Graph], None]
+Watch = Callable[[str, fx.Graph], None]
+"""Sees the graph "before" the passes and after each, with the name of the pass; only reads it."""
 
 
 def passes_of(options: Options, graph: fx.Graph) -> tuple[Pass, ...]:
@@ -43,12 +44,17 @@ class Pipeline(CustomGraphPass):
     """
 
     def __init__(
-        self, options: Options, record: Compilation, users: tuple[UserPass, ...] = ()
+        self,
+        options: Options,
+        record: Compilation,
+        users: tuple[UserPass, ...] = (),
+        watch: Watch | None = None,
     ) -> None:
         """The pipeline of one compilation."""
         self.options = options
         self.record = record
         self.users = users
+        self.watch = watch
         self.ran = False
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -59,7 +65,8 @@ class Pipeline(CustomGraphPass):
         if not _has_tensors(graph):
             return
         self.record.restart()
-        self.record.before = show(graph)
+        self.record.before = self.record.after = show(graph, renamed=False)
+        self._see("before", graph)
         sizes = Sizes.of(graph, may_guard=self.options.guards == "auto")
         context = PassContext(sizes, self.options, self.record)
         for each in passes_of(self.options, graph):
@@ -84,9 +91,14 @@ class Pipeline(CustomGraphPass):
         self.record.seconds[each.name] = time.perf_counter() - begin
         logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
         if each.name == "cascade":
-            self.record.after = show(graph)
+            self.record.after = show(graph, renamed=False)
         if self.options.verify:
             check_graph(graph, after=each.name)
+        self._see(each.name, graph)
+
+    def _see(self, stage: str, graph: fx.Graph) -> None:
+        if self.watch is not None:
+            self.watch(stage, graph)
 
 
 def _has_tensors(graph: fx.Graph) -> bool:
@@ -96,7 +108,7 @@ def _has_tensors(graph: fx.Graph) -> bool:
 @cache
 def source_hash() -> str:
     """Hash of every source file of this package: a warm cache must not serve stale code."""
-    root = Path(torch_cascade.__file__).parent
+    root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in ("compiler", "passes", "runtime", "kernels"):
         for file in sorted((root / folder).glob("*.py")):

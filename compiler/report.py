@@ -38,12 +38,10 @@ class Reason(enum.Enum):
     # Decision.
     NOT_PROFITABLE = "not-profitable"
     NEVER = "decide-never"
-    UNBACKED_SIZE = "unbacked-size"
     # Lowering.
     NO_KERNEL = "no-kernel"
     # The pass itself failed: a bug of this package, never silent.
     PASS_FAILED = "pass-failed"
-    DISABLED = "disabled"
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Explanation:
 
 
 _OUTSIDE = "Call attention outside of it."
-_BUG = "Please report it with the warning's text; the graph ran as plain Inductor compiles it."
+_BUG = "Please report it with the warning's text; that attention is computed as Inductor would."
 
 EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.REQUIRES_GRAD: Explanation(
@@ -127,7 +125,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "An op between the prefix and the attention mixes axes in a way that is not understood.",
         "Concatenate along the tokens and expand along the batch.",
     ),
-    Reason.EMPTY_SEGMENT: Explanation("A part of the keys may be empty."),
+    Reason.EMPTY_SEGMENT: Explanation("The shared keys are empty, or no query sees them."),
     Reason.MASK_SHAPE: Explanation(
         "The mask does not provably broadcast to [batch, heads, queries, keys].",
         "Give the mask 4 dimensions.",
@@ -137,13 +135,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "`decide=always` rewrites all the same.",
     ),
     Reason.NEVER: Explanation("`decide=never` was asked for: analysis only."),
-    Reason.UNBACKED_SIZE: Explanation(
-        "The decision needs a size that is known only when the graph runs.",
-        "`decide=always` needs no size.",
-    ),
     Reason.NO_KERNEL: Explanation("No kernel for this device computes the rewritten attention."),
     Reason.PASS_FAILED: Explanation("A pass raised an exception: a bug of this package.", _BUG),
-    Reason.DISABLED: Explanation("`disable` was set: plain Inductor."),
 }
 """One entry for each reason, in the order of the enum; the README's table is checked against it."""
 

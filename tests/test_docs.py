@@ -95,6 +95,12 @@ def test_the_table_of_reasons():
         assert row(f"`{reason.value}`", text.meaning, text.remedy) in README
 
 
+def test_every_reason_is_given_by_some_code():
+    sources = (m.path.read_text(encoding="utf-8") for m in MODULES if m.name != "compiler.report")
+    given = set(re.findall(r"\bReason\.([A-Z0-9_]+)", " ".join(sources)))
+    assert {reason.name for reason in Reason} == given
+
+
 @old_names
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_python_in_the_readme_runs(number):
