@@ -139,7 +139,17 @@ def trace(
     with tracing(None), unset_fake_temporarily():  # Inductor's own mode is active around passes
         module = aot_export_joint_simple(flat, inputs, trace_joint=False, decompositions=table)
     conditions = tuple(guard.expr for guard in world.shape_env.guards)
-    return Trace(cast("fx.GraphModule", module).graph, world.symbols, conditions)
+    graph = cast("fx.GraphModule", module).graph
+    _drop_assertions(graph)
+    return Trace(graph, world.symbols, conditions)
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """A cast leaves a check that its input has the dtype it was traced with: it has."""
+    for node in graph.find_nodes(
+        op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
+    ):
+        graph.erase_node(node)
 
 
 class _World:
