@@ -14,32 +14,36 @@ from torch import fx
 from torch_cascade.compiler.graph import Sizes, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.eager_attention import EagerMatcher
+from torch_cascade.passes.failures import Failures
 from torch_cascade.passes.site import AttentionSite, AxisName, MaskTerm, Operand
 
 _SDPA = "cascade::sdpa"
 _SDPA_AXES: dict[int, tuple[AxisName, ...]] = {3: ("n", "q", "d"), 4: ("n", "h", "q", "d")}
 
 
-def find_attention(graph: fx.Graph, sizes: Sizes) -> list[AttentionSite | Declined]:
+def find_attention(
+    graph: fx.Graph, sizes: Sizes, failures: Failures | None = None
+) -> list[AttentionSite | Declined]:
     """Every attention of a graph, in graph order.
 
     Args:
         graph: functional ATen with `meta["val"]` on every node. It is only read.
         sizes: what is known about the graph's sizes; no guard is added.
+        failures: takes the exceptions of this package's own bugs; None raises them.
 
     Returns:
         A site for each attention that is proved to be one; a `Declined` for what looks like
         attention and is not provably the same function.
     """
+    guarded = (failures or Failures()).guarded
     matcher = EagerMatcher(graph, sizes)
-    found: list[AttentionSite | Declined] = []
+    found: list[AttentionSite | Declined | None] = []
     for node in graph.nodes:
         if _is_sdpa(node):
-            found.append(_sdpa_site(node, sizes))
+            found.append(guarded(node, _sdpa_site, node, sizes))
         elif node.target is torch.ops.aten.bmm.default:
-            site = matcher.match(node)
-            found += [] if site is None else [site]
-    return found
+            found.append(guarded(node, matcher.match, node))
+    return [site for site in found if site is not None]
 
 
 def _is_sdpa(node: fx.Node) -> bool:

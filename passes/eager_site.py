@@ -182,7 +182,7 @@ class _Builder:
             return factor.nodes[0]
         if number.is_number:
             return float(number)
-        if number == 1 / sympy.sqrt(self.found.width):
+        if is_value(number * sympy.sqrt(self.found.width), 1):
             return None
         return self._decline(Reason.TENSOR_SCALE, f"a scale of {number}")
 

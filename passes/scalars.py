@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._sympy import functions
 
 from torch_cascade.compiler.graph import Sizes, shape
 from torch_cascade.passes.labels import same_shape
@@ -54,6 +55,15 @@ _ARITHMETIC: dict[Any, Callable[..., sympy.Expr]] = {
 def _power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
     """A power; with a rational exponent, so that x**-0.5 of a size equals 1 / sqrt(x)."""
     return base ** (sympy.Rational(float(exponent)) if exponent.is_Float else exponent)
+
+
+_TYPED: dict[Any, Callable[..., sympy.Expr]] = {
+    functions.FloatPow: _power,
+    functions.FloatTrueDiv: lambda x, y: x / y,
+    functions.IntTrueDiv: lambda x, y: x / y,
+    functions.ToFloat: lambda x: x,
+    functions.OpaqueUnaryFn_sqrt: sympy.sqrt,
+}
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ def constant(arg: Any) -> sympy.Expr | None:
         return None
     val = arg.meta.get("val")
     if isinstance(val, (torch.SymInt, torch.SymFloat)):
-        return None if _has_float_symbol(val) else val.node.expr
+        return None if _has_float_symbol(val) else _plain(val.node.expr)
     if not isinstance(val, torch.Tensor):
         return None
     value = _tensor_constant(arg)
@@ -111,6 +121,13 @@ def constant(arg: Any) -> sympy.Expr | None:
 
 def _has_float_symbol(val: torch.SymInt | torch.SymFloat) -> bool:
     return any(not symbol.is_integer for symbol in val.node.expr.free_symbols)
+
+
+def _plain(expr: sympy.Expr) -> sympy.Expr:
+    """An expression of sizes in sympy's own functions, without torch's typed ones."""
+    for typed, function in _TYPED.items():
+        expr = expr.replace(typed, function)
+    return expr
 
 
 def _number(value: float) -> sympy.Expr:

@@ -19,7 +19,7 @@ from torch_cascade.compiler.graph import Sizes, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import Dims
 from torch_cascade.passes.labels import above, same_shape
-from torch_cascade.passes.scalars import FLOATS, Factor, constant, is_float_cast, is_value, scaling
+from torch_cascade.passes.scalars import FLOATS, Factor, constant, is_float_cast, is_value, scaling, uncast
 from torch_cascade.passes.site import MaskKind
 
 aten = torch.ops.aten
@@ -161,7 +161,8 @@ def _masked(found: Scores, mask: ScoreMask) -> Scores:
 
 
 def _zero_or_hidden(bias: fx.Node) -> tuple[MaskKind, fx.Node] | None:
-    """The bool mask behind `where(keep, 0, -inf)` or `where(drop, -inf, 0)`."""
+    """The bool mask behind `where(keep, 0, -inf)` or `where(drop, -inf, 0)`, of any dtype."""
+    bias = uncast(bias)
     if bias.target is not aten.where.self:
         return None
     condition = bias.args[0]

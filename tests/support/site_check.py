@@ -101,10 +101,16 @@ def assert_site_computes(called: Run, site: AttentionSite) -> None:
     actual = _arranged(node, axes or ("n", "q", "d"), "q").double()
     finite = scores[torch.isfinite(scores) & visible]
     largest = finite.abs().max().item() if finite.numel() else 0.0
-    dtypes = {called.values[o.node].dtype for o in (site.q, site.k, site.v)} | {node.dtype}
-    eps = max(torch.finfo(dtype).eps for dtype in dtypes)
+    eps = max(torch.finfo(dtype).eps for dtype in _dtypes_between(called, site.q.node, site.node))
     bound = eps * (4 * largest + 8) * max(v.abs().max().item(), 1e-300)
     torch.testing.assert_close(actual, expected, rtol=0, atol=bound, equal_nan=True)
+
+
+def _dtypes_between(called: Run, first: fx.Node, last: fx.Node) -> set[torch.dtype]:
+    """Floating dtypes of what is computed from the query to the output."""
+    nodes = list(called.module.graph.nodes)
+    values = [called.values[n] for n in nodes[nodes.index(first) : nodes.index(last) + 1]]
+    return {x.dtype for x in values if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def _arranged(value: Tensor, axes: tuple[str, ...], row: str) -> Tensor:

@@ -148,13 +148,13 @@ def mask_before_the_scale(q, k, v, mask):
 
 @_add(f"{BHQD} 0.25 nan keep", with_mask(N, 1, M, L))
 def additive_bool_before_the_scale(q, k, v, mask):
-    bias = torch.where(mask, 0.0, -INF)
+    bias = torch.where(mask, 0.0, -INF).to(q.dtype)
     return torch.softmax((q @ k.mT + bias) * 0.25, -1) @ v
 
 
 @_add(f"{BHQD} 0.25 nan drop", with_mask(M, L))
 def additive_drop_before_the_scale(q, k, v, mask):
-    bias = torch.zeros(M, L).masked_fill(~mask, -INF)
+    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -INF)
     return torch.softmax((q @ k.mT + bias) * 0.25, -1) @ v
 
 
@@ -272,30 +272,34 @@ def three_dims(q, k, v, bias):
 
 @_add("nhqd nhkd nhkd 0.25 nan", qkv)
 def bmm_of_merged_heads(q, k, v):
-    q, k, v = (x.reshape(N * H, -1, x.shape[-1]) for x in (q, k, v))
+    n, h, m, _ = q.shape
+    q, k, v = (x.reshape(n * h, x.shape[2], x.shape[3]) for x in (q, k, v))
     weights = torch.softmax(torch.bmm(q, k.transpose(1, 2)) * 0.25, -1)
-    return torch.bmm(weights, v).view(N, H, M, E)
+    return torch.bmm(weights, v).view(n, h, m, v.shape[-1])
 
 
 @_add("nhqd nhkd nhkd 0.25 nan add", with_bias(N, 1, M, L))
 def merged_heads_and_a_split_mask(q, k, v, bias):
     """BART: the mask is added on [N, H, M, L], everything else is [N * H, ...]."""
-    q, k, v = (x.reshape(N * H, -1, x.shape[-1]) for x in (q, k, v))
-    scores = (torch.bmm(q * 0.25, k.mT).view(N, H, M, L) + bias).view(N * H, M, L)
-    return torch.bmm(torch.softmax(scores, -1), v).view(N, H, M, E)
+    n, h, m, _ = q.shape
+    q, k, v = (x.reshape(n * h, x.shape[2], x.shape[3]) for x in (q, k, v))
+    scores = torch.bmm(q * 0.25, k.mT).view(n, h, m, -1) + bias
+    return torch.bmm(torch.softmax(scores.view(n * h, m, -1), -1), v).view(n, h, m, -1)
 
 
 @_add("nhqd nhkd nhkd 0.25 nan add", with_bias(N, 1, M, L))
 def merged_heads_and_a_merged_mask(q, k, v, bias):
-    bias = bias.expand(N, H, M, L).reshape(N * H, M, L)
-    q, k, v = (x.reshape(N * H, -1, x.shape[-1]) for x in (q, k, v))
+    n, h, m, _ = q.shape
+    bias = bias.expand(-1, h, -1, -1).reshape(n * h, m, -1)
+    q, k, v = (x.reshape(n * h, x.shape[2], x.shape[3]) for x in (q, k, v))
     weights = torch.softmax(torch.baddbmm(bias, q, k.mT, beta=1.0, alpha=0.25), -1)
-    return torch.bmm(weights, v).view(N, H, M, E)
+    return torch.bmm(weights, v).view(n, h, m, v.shape[-1])
 
 
 @_add("nqd ndk nkd 0.25 nan", lambda dtype: [x[0] for x in qkv(dtype)])
 def baddbmm_without_bias(q, k, v):
-    scores = torch.baddbmm(torch.empty(H, M, L, dtype=q.dtype), q, k.mT, beta=0, alpha=0.25)
+    scores = q.new_empty(q.shape[0], q.shape[1], k.shape[1])
+    scores = torch.baddbmm(scores, q, k.mT, beta=0, alpha=0.25)
     return torch.bmm(torch.softmax(scores, -1), v)
 
 
@@ -311,7 +315,7 @@ def one_query(q, k, v):
 
 @_add("nhqd nhkd nhkd 0.25 nan", lambda dtype: (qkv(dtype)[0], *(x[:, :1] for x in qkv(dtype)[1:])))
 def repeated_kv_heads(q, k, v):
-    k, v = (x[:, :, None].expand(N, 1, H, L, -1).reshape(N, H, L, -1) for x in (k, v))
+    k, v = (x[:, :, None].expand(-1, -1, H, -1, -1).flatten(1, 2) for x in (k, v))
     return torch.einsum(
         "bhqk,bhkd->bhqd", torch.softmax(torch.einsum("bhqd,bhkd->bhqk", q, k) * 0.25, -1), v
     )
