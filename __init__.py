@@ -1,1 +1,43 @@
-"""torch_cascade: shared-prefix cascade attention for `torch.compile(model, backend="cascade")`."""
+"""torch_cascade: shared-prefix cascade attention for `torch.compile(model, backend="cascade")`.
+
+Nothing is imported before it is asked for: the backend needs no import at all, and the names below
+load what they need on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_cascade.compiler.explain import explain, last_report
+    from torch_cascade.compiler.options import Options
+    from torch_cascade.compiler.summary import Report
+    from torch_cascade.runtime.prefix_cache import SharedPrefixCache
+
+    __version__: str
+
+__all__ = ["Options", "Report", "SharedPrefixCache", "explain", "last_report"]
+
+_HOMES = {
+    "explain": "compiler.explain",
+    "last_report": "compiler.explain",
+    "Options": "compiler.options",
+    "Report": "compiler.summary",
+    "SharedPrefixCache": "runtime.prefix_cache",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name on first use."""
+    if name == "__version__":
+        return metadata.version("torch-cascade")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
-_RECENT: deque[Any] = deque(maxlen=64)
+_KEPT = 64  # compilations of which the record is kept
 
 
 class CascadeError(RuntimeError):
@@ -77,6 +77,7 @@ def compile_graph(
     patches: Mapping[str, Any],
     *,
     inner_compile: Callable[..., Any] | None = None,
+    journal: Any = None,
 ) -> Compiled:
     """`cascade_backend` after its options were read.
 
@@ -86,43 +87,67 @@ def compile_graph(
         options: this package's options.
         patches: Inductor configuration to compile under.
         inner_compile: stands in for Inductor's code generation (tests, explain).
+        journal: the `compiler.journal.Journal` that keeps the record; None for this process's.
     """
     from torch._inductor.compile_fx import compile_fx
 
-    keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
-    if options.disable:
-        return cast(
-            "Compiled", compile_fx(gm, example_inputs, config_patches=dict(patches), **keywords)
-        )
     from torch_cascade.compiler.capture_rules import builds_training_graph
-    from torch_cascade.compiler.pipeline import Pipeline
     from torch_cascade.compiler.record import Compilation
 
+    keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
+    config: dict[str, Any] = dict(patches)
     begin = time.perf_counter()
-    record = Compilation(sites=_capture(gm, example_inputs))
-    record.seconds["capture"] = time.perf_counter() - begin
-    if builds_training_graph(gm, example_inputs):
-        compiled = compile_fx(gm, example_inputs, config_patches=dict(patches), **keywords)
-    else:
-        pipeline = Pipeline(options, record, _user_passes(patches))
-        config = {**patches, "joint_custom_pre_pass": pipeline}
-        if options.strict:  # a cached artefact would not say what was rewritten
-            config["force_disable_caches"] = True
-        compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
-        record.cached = not pipeline.ran
+    record, dump, pipeline = Compilation(options=options), None, None
+    if not options.disable:
+        dump = _dump(options)
+        record.training = builds_training_graph(gm, example_inputs)
+        record.sites = _capture(gm, example_inputs, options)
+        record.seconds["capture"] = time.perf_counter() - begin
+    if not (options.disable or record.training):
+        pipeline = _pipeline(options, record, patches, dump)
+        config["joint_custom_pre_pass"] = pipeline
+        if options.strict or dump is not None:
+            config["force_disable_caches"] = True  # a cached artefact would have nothing to say
+    compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
+    record.cached = pipeline is not None and not pipeline.ran
     record.total_seconds = time.perf_counter() - begin
-    _publish(record, options)
+    (journal or _journal()).add(record)
+    if dump is not None:
+        dump.finish(record)
+    _log(record)
+    if options.strict and not options.disable and not record.rewritten:
+        raise CascadeError(f"strict: {_why_nothing(record)}")
     return cast("Compiled", compiled)
 
 
-def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[Any]:
+def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> list[Any]:
     """Raise the attention calls; the records of those that were not."""
     from torch_cascade.compiler.capture import capture
     from torch_cascade.compiler.record import SiteRecord
     from torch_cascade.compiler.report import Declined
+    from torch_cascade.passes.failures import Failures
 
-    found = capture(gm, example_inputs)
-    return [SiteRecord(d.node, d.where, declined=d) for d in found if isinstance(d, Declined)]
+    failures = Failures(options.strict)
+    found = failures.guarded(None, capture, gm, example_inputs)
+    failures.warn("capture")
+    declined = [d for d in (found if isinstance(found, list) else [found]) if not d]
+    return [SiteRecord(d.node, d.where, declined=d) for d in declined if isinstance(d, Declined)]
+
+
+def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], dump: Any) -> Any:
+    from torch_cascade.compiler.pipeline import Pipeline
+
+    watch = None if dump is None else dump.see
+    return Pipeline(options, record, _user_passes(patches), watch)
+
+
+def _dump(options: Options) -> Any:
+    """Where the option `dump` wants this compilation written; None for nowhere."""
+    if options.dump is None:
+        return None
+    from torch_cascade.compiler.dump import Dump
+
+    return Dump.claim(options.dump)
 
 
 def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -135,26 +160,38 @@ def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
 
 
-def _publish(record: Any, options: Options) -> None:
-    """Count, keep and log what one compilation did; with `strict`, insist that it did."""
-    from torch._dynamo.utils import counters
-
-    tally: Counter[str] = counters["cascade"]
-    for site in record.sites:
-        tally["sites"] += 1
-        declined = site.declined
-        tally["rewritten" if declined is None else f"declined.{declined.reason.value}"] += 1
-    _RECENT.append(record)
-    rewritten = sum(site.rewritten for site in record.sites)
-    logger.info("%d of %d attention sites rewritten", rewritten, len(record.sites))
+def _log(record: Any) -> None:
+    if record.cached:
+        logger.info(
+            "graph %s came from Inductor's cache: the passes did not run", record.compile_id
+        )
+        return
+    found, name = len(record.sites), record.compile_id
+    logger.info("graph %s: %d of %d attention sites rewritten", name, record.rewritten, found)
     for site in record.sites:
         if site.declined is not None:
             logger.info("%s: %s", site.where or site.node, site.declined)
-    if options.strict and record.sites and not rewritten:
+
+
+def _why_nothing(record: Any) -> str:
+    """Why a compilation rewrote no site, for the error that `strict` asked for."""
+    if record.sites:
         reasons = "; ".join(str(site.declined) for site in record.sites)
-        raise CascadeError(f"strict: none of {len(record.sites)} sites was rewritten: {reasons}")
+        return f"none of {len(record.sites)} attention sites was rewritten: {reasons}"
+    if record.training:
+        return "the graph is compiled for training, as an input requires a gradient"
+    if not record.options.passes:
+        return "no pass was to run (passes=none)"
+    return "no attention was found in the graph"
+
+
+@cache
+def _journal() -> Any:
+    from torch_cascade.compiler.journal import Journal
+
+    return Journal(_KEPT, counted=True)
 
 
 def recent() -> list[Any]:
     """The records (`compiler.record.Compilation`) of the last compilations, oldest first."""
-    return list(_RECENT)
+    return list(_journal().records)

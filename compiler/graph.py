@@ -249,15 +249,18 @@ def _install_operators() -> None:
 _install_operators()
 
 
-def show(graph: fx.Graph) -> str:
-    """Text of a graph that is stable across torch versions: for tests, reports and dumps.
+def show(graph: fx.Graph, *, renamed: bool = True) -> str:
+    """Text of a graph: `%cat: f32[8, 2, s0 + 5, 16] = cat([%view, %arg2], 2)` for a node.
 
-    Nodes are numbered within their op's name and symbols in order of appearance; a line reads
-    `%cat: f32[8, 2, s0 + 5, 16] = cat([%view, %arg2], 2)`.
+    Args:
+        graph: the graph.
+        renamed: number nodes within their op's name and symbols in order of appearance, so that
+            the text is the same for all versions of torch (tests). False keeps torch's own names,
+            which its logs and guards use and which stay while a pass edits the graph (reports).
     """
     from torch_cascade.compiler.printing import Printer
 
-    return Printer(graph).text()
+    return Printer(graph, renamed=renamed).text()
 
 
 def users_outside(nodes: Sequence[fx.Node], root: fx.Node) -> list[fx.Node]:

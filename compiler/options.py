@@ -44,8 +44,11 @@ def _choice(*words: str) -> Callable[[object], str]:
 
 def _pass_names(value: object) -> tuple[str, ...]:
     names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
+    if names == ["none"]:
+        return ()
     if not isinstance(names, (list, tuple)) or any(name not in KNOWN_PASSES for name in names):
-        raise ValueError(f"passes of this version ({', '.join(KNOWN_PASSES)}), separated by commas")
+        valid = ", ".join(KNOWN_PASSES)
+        raise ValueError(f"passes of this version ({valid}), separated by commas, or none")
     return tuple(name for name in KNOWN_PASSES if name in names)
 
 
@@ -88,7 +91,9 @@ class Options:
     disable: bool = field(default=False, metadata=_about(_boolean, "`1`: exactly plain Inductor"))
     passes: tuple[str, ...] = field(
         default=KNOWN_PASSES,
-        metadata=_about(_pass_names, "the passes to run, separated by commas", in_code=True),
+        metadata=_about(
+            _pass_names, "the passes to run, separated by commas, or `none`", in_code=True
+        ),
     )
     decide: Decide = field(
         default="auto",
@@ -163,6 +168,17 @@ class Options:
         return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields)
 
 
+def written(options: Options) -> dict[str, str]:
+    """Every option by name, its value as a user would write it.
+
+    Example:
+        >>> written(Options(passes=(), strict=True))["passes"]
+        'none'
+    """
+    fields = dataclasses.fields(options)
+    return {f.name: _written(getattr(options, f.name)) for f in fields}
+
+
 def settings() -> tuple[Setting, ...]:
     """The table of options, in the order of their declaration.
 
@@ -176,10 +192,12 @@ def settings() -> tuple[Setting, ...]:
     )
 
 
-def _written(default: object) -> str:
-    if isinstance(default, bool):
-        return str(int(default))
-    return ",".join(default) if isinstance(default, tuple) else str(default or "")
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return str(value or "")
 
 
 def _variable(name: str) -> str:

@@ -23,12 +23,16 @@ _DTYPES = {
 class Printer:
     """Prints one graph; holds the renaming of nodes and symbols."""
 
-    def __init__(self, graph: fx.Graph) -> None:
-        """Names are given in graph order, once."""
+    def __init__(self, graph: fx.Graph, *, renamed: bool = True) -> None:
+        """Names are given in graph order, once; or kept, with `renamed=False`."""
         self.graph = graph
+        self.renamed = renamed
         self.names: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
         counts: Counter[str] = Counter()
+        if not renamed:
+            self.names = {node: f"%{node.name}" for node in graph.nodes}
+            return
         for node in graph.nodes:
             base = self._base(node)
             number = counts[base]
@@ -79,7 +83,8 @@ class Printer:
         return type(val).__name__
 
     def _symbolic(self, size: Any) -> str:
-        return re.sub(r"\b[suz]+f?\d+\b", self._symbol, str(size))
+        text = str(size)
+        return re.sub(r"\b[suz]+f?\d+\b", self._symbol, text) if self.renamed else text
 
     def _symbol(self, match: re.Match[str]) -> str:
         name = match.group()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
 from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.report import Declined
 
 
@@ -65,10 +67,14 @@ class Compilation:
 
     Attributes:
         sites: every attention seen, in graph order; those declined at capture first.
-        before, after: the functional graph around the passes, as `compiler.graph.show` prints it.
+        before, after: the functional graph around the cascade pass, as `compiler.graph.show` prints
+            it, with the names torch's own logs have ("" if the passes did not run).
         seconds: time of each pass.
         total_seconds: time of the whole compilation, passes included (0 until it ended).
         cached: the passes did not run: Inductor found the whole artefact in its cache.
+        training: the graph is compiled for training, so the passes did not run.
+        options: what was asked for, variables included.
+        compile_id: Dynamo's name of the compilation, "0/0" ("" outside of Dynamo).
     """
 
     sites: list[SiteRecord] = field(default_factory=list)
@@ -77,6 +83,33 @@ class Compilation:
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
     cached: bool = False
+    training: bool = False
+    options: Options = field(default_factory=Options)
+    compile_id: str = ""
+
+    @property
+    def rewritten(self) -> int:
+        """Number of sites that were rewritten."""
+        return sum(site.rewritten for site in self.sites)
+
+    def add(self, found: Sequence[SiteRecord]) -> None:
+        """Append what a pass found, each attention once.
+
+        An attention call that was refused at capture is taken apart by AOTAutograd, so a pass may
+        find it again, hand-written in the same line of the user. Its rewrite is then the truth;
+        its second refusal is dropped.
+        """
+        refused = [site for site in self.sites if not site.form]
+        for site in found:
+            twin = next(
+                (r for r in refused if site.form == "eager" and r.where == site.where), None
+            )
+            if twin is not None:
+                refused.remove(twin)
+            if twin is None or site.rewritten:
+                self.sites.append(site)
+            if twin is not None and site.rewritten:
+                self.sites.remove(twin)
 
     def restart(self) -> None:
         """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""

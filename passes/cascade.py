@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
 
 from torch_cascade.compiler.cost import Decision, decide
+from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import SiteRecord, source_line
 from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.attention import find_attention
 from torch_cascade.passes.describe import describe_segment, describe_shapes
 from torch_cascade.passes.emit import emit_cascade
+from torch_cascade.passes.failures import Failures
 from torch_cascade.passes.mask import MaskReader
 from torch_cascade.passes.plan import CascadePlan, plan, resolve
 from torch_cascade.passes.prefix import Segment
@@ -44,14 +46,21 @@ class CascadePass(Pass):
     name: ClassVar[str] = "cascade"
 
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
-        """Plan every site, decide, then rewrite those that pay."""
+        """Plan every site, decide, then rewrite those that pay, the last one first.
+
+        The plan of a site names nodes above it. One of them may be another attention (its query,
+        say), so that must still be there: it is emitted later.
+        """
+        failures = Failures(context.options.strict)
+        found = failures.guarded(None, find_attention, graph, context.sizes, failures)
+        sites = [found] if isinstance(found, Declined) else found
         reader = MaskReader(context.sizes)
-        found = find_attention(graph, context.sizes)
-        verdicts = [self._verdict(graph, site, reader, context) for site in found]
-        for record, accepted in verdicts:
-            if accepted is not None:
-                emit_cascade(accepted, context.sizes)
-            context.record.sites.append(record)
+        verdicts = [self._verdict(graph, site, reader, context, failures) for site in sites]
+        records = [_emitted(*verdict, context.sizes, failures) for verdict in reversed(verdicts)]
+        context.record.add(records[::-1])
+        if any(accepted is not None for _, accepted in verdicts):
+            graph.eliminate_dead_code()  # the expansion that nobody reads any more
+        failures.warn("pass cascade")
 
     def _verdict(
         self,
@@ -59,21 +68,56 @@ class CascadePass(Pass):
         site: AttentionSite | Declined,
         reader: MaskReader,
         context: PassContext,
+        failures: Failures,
     ) -> tuple[SiteRecord, CascadePlan | None]:
         """What is said of one site, and the plan if it is to be applied."""
         if isinstance(site, Declined):
-            where = next((source_line(n) for n in graph.nodes if n.name == site.node), "")
+            nodes = (n for n in graph.nodes if n.name == site.node)
+            where = site.where or next(map(source_line, nodes), "")
             return SiteRecord(site.node, where, form="eager", declined=site), None
-        resolved = resolve(site, context.sizes)
-        if isinstance(resolved, Declined):
-            return _site_record(site, (), reader, None, resolved), None
-        planned = plan(site, resolved, reader, context.sizes)
-        if isinstance(planned, Declined):
-            return _site_record(site, resolved, reader, None, planned), None
-        decision = decide(planned.work, context.sizes, context.options)
-        refusal = _refusal(site, decision)
-        record = _site_record(site, resolved, reader, decision, refusal)
-        return record, planned if refusal is None else None
+        judged = failures.guarded(site.node, _judged, site, reader, context)
+        if isinstance(judged, Declined):
+            failed = SiteRecord(site.node.name, judged.where, form=site.form, declined=judged)
+            return failed, None
+        return judged
+
+
+def _judged(
+    site: AttentionSite, reader: MaskReader, context: PassContext
+) -> tuple[SiteRecord, CascadePlan | None]:
+    resolved = resolve(site, context.sizes)
+    if isinstance(resolved, Declined):
+        return _site_record(site, (), reader, None, resolved), None
+    planned = plan(site, resolved, reader, context.sizes)
+    if isinstance(planned, Declined):
+        return _site_record(site, resolved, reader, None, planned), None
+    decision = decide(planned.work, context.sizes, context.options)
+    refusal = _refusal(site, decision)
+    record = _site_record(site, resolved, reader, decision, refusal)
+    return record, planned if refusal is None else None
+
+
+def _emitted(
+    record: SiteRecord, accepted: CascadePlan | None, sizes: Sizes, failures: Failures
+) -> SiteRecord:
+    """Apply an accepted plan; what is then said of the site."""
+    if accepted is None:
+        return record
+    result = failures.guarded(accepted.site.node, _emit_or_undo, accepted, sizes)
+    return replace(record, declined=result) if isinstance(result, Declined) else record
+
+
+def _emit_or_undo(accepted: CascadePlan, sizes: Sizes) -> fx.Node:
+    """Emit; on an exception erase the nodes made so far, which stand right before the site."""
+    node, above = accepted.site.node, accepted.site.node.prev
+    done = False
+    try:
+        out = emit_cascade(accepted, sizes)
+        done = True
+        return out
+    finally:
+        while not done and node.prev is not above:
+            node.graph.erase_node(node.prev)
 
 
 def _site_record(

@@ -67,7 +67,6 @@ def _inherits_it(node: ast.AST) -> bool:
 
 
 def test_what_the_root_exports_is_documented_there():
-    assert torch_cascade.__all__ == sorted(torch_cascade.__all__, key=str.lower)
     for name in torch_cascade.__all__:
         assert getattr(torch_cascade, name).__doc__
         assert name in README

@@ -1,0 +1,78 @@
+"""The compilations of this process in order, each once, and the counters about them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from torch._guards import CompileContext
+
+from torch_cascade.compiler.record import Compilation
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which compilation of Dynamo is going on, and its how-manieth attempt this is.
+
+    Attributes:
+        context: one object for all attempts; None outside of Dynamo.
+        attempt: Dynamo starts again when it learns something, and may call the backend again.
+        compile_id: as torch's logs name it, "0/0"; "" outside of Dynamo.
+    """
+
+    context: Any = None
+    attempt: int = 0
+    compile_id: str = ""
+
+    @classmethod
+    def current(cls) -> Place:
+        """The compilation that this thread is in."""
+        context = CompileContext.try_get()
+        if context is None or context.compile_id is None:
+            return cls()
+        return cls(context, context.attempt, str(context.compile_id))
+
+    def repeats(self, other: Place) -> bool:
+        """True iff this is a later attempt at what `other` compiled in vain.
+
+        Graphs of one attempt are different ones: a splitter may sit between Dynamo and us.
+        """
+        return self.context is not None and (
+            self.context is other.context and self.attempt > other.attempt
+        )
+
+
+class Journal:
+    """Records in order; a repeated attempt takes the place of the one before it."""
+
+    def __init__(self, size: int | None = None, *, counted: bool = False) -> None:
+        """Keep the last `size` records; `counted` ones show in torch's counters."""
+        self._kept: deque[tuple[Place, Compilation]] = deque(maxlen=size)
+        self._counted = counted
+
+    @property
+    def records(self) -> tuple[Compilation, ...]:
+        """Oldest first."""
+        return tuple(record for _, record in self._kept)
+
+    def add(self, record: Compilation) -> None:
+        """Keep and count a compilation that has ended."""
+        place = Place.current()
+        record.compile_id = place.compile_id
+        while self._kept and place.repeats(self._kept[-1][0]):
+            self._count(self._kept.pop()[1], -1)
+        self._kept.append((place, record))
+        self._count(record, 1)
+
+    def _count(self, record: Compilation, times: int) -> None:
+        """`counters["cascade"]`: sites, rewritten, and declined.<reason> for each reason."""
+        if not self._counted:
+            return
+        from torch._dynamo.utils import counters
+
+        tally: Counter[str] = counters["cascade"]
+        for site in record.sites:
+            tally["sites"] += times
+            declined = site.declined
+            tally["rewritten" if declined is None else f"declined.{declined.reason.value}"] += times

@@ -1,0 +1,177 @@
+"""`Report`: what was compiled, for people (`str`) and for tools (`to_json`).
+
+The JSON of a report, version 1; "?" marks what may be null:
+
+    version          1
+    torch            version of torch
+    torch_cascade    version of this package
+    sites            number of attention sites
+    rewritten        how many of them were rewritten
+    graphs           list, in the order of compilation:
+        id           Dynamo's compile id, "0/0"
+        cached       true: the artefact came from Inductor's cache; the passes did not run
+        training     true: compiled for training; the passes did not run
+        options      every option by name, as a user would write it
+        seconds      of each pass by name, and "total" of the whole compilation
+        sites        list, in graph order:
+            node       name in the graph text before
+            where      "file:line: code" of the user, "" if unknown
+            form       "sdpa" or "eager" (hand-written); "" if it was refused at capture
+            shapes     of q, k and v
+            segments   list: keys, base, rows, branches, mask (see `compiler.record.SegmentRecord`)
+            decision?  apply, why, naive_bytes?, cascade_bytes?, guard ("" for none)
+            rewritten  true or false
+            declined?  reason (stable identifier), meaning, detail, hint; null if rewritten
+        before       graph text before the cascade pass ("" if the passes did not run)
+        after        graph text after it
+
+Later versions may add keys; a change of those above raises the version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.options import written
+from torch_cascade.compiler.record import Compilation, SiteRecord
+from torch_cascade.compiler.report import EXPLANATIONS, Declined
+
+JSON_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the passes found and did, in one compilation or in several.
+
+    `str(report)` is for people, `report.to_json()` for tools.
+
+    Attributes:
+        compilations: one record a compiled graph (`torch_cascade.compiler.record.Compilation`).
+    """
+
+    compilations: tuple[Compilation, ...] = ()
+
+    @property
+    def sites(self) -> tuple[SiteRecord, ...]:
+        """Every attention of every graph, in order."""
+        return tuple(site for record in self.compilations for site in record.sites)
+
+    @property
+    def rewritten(self) -> int:
+        """Number of sites that were rewritten."""
+        return sum(record.rewritten for record in self.compilations)
+
+    @property
+    def before(self) -> str:
+        """Text of the graphs before the cascade pass, with a heading each where there are several.
+
+        A line a node; names and symbols are those of torch's own logs and guards.
+        """
+        return _joined([(r.compile_id, r.before) for r in self.compilations if r.before])
+
+    @property
+    def after(self) -> str:
+        """Text of the graphs after the cascade pass, as `before`."""
+        return _joined([(r.compile_id, r.after) for r in self.compilations if r.before])
+
+    def diff(self, context: int = 2) -> str:
+        """What the cascade pass changed, as a unified diff.
+
+        Args:
+            context: unchanged lines to show around each change.
+
+        Returns:
+            "" if nothing changed.
+        """
+        before, after = self.before.splitlines(), self.after.splitlines()
+        lines = difflib.unified_diff(before, after, "before", "after", lineterm="", n=context)
+        return "\n".join(lines)
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """Everything in the report, and the graphs, as JSON.
+
+        Returns:
+            An object as described in `torch_cascade.compiler.summary`.
+        """
+        return json.dumps(
+            report_object([graph_object(r) for r in self.compilations]), indent=indent
+        )
+
+    def __str__(self) -> str:
+        from torch_cascade.compiler.text import render
+
+        return render(self)
+
+
+def _joined(graphs: list[tuple[str, str]]) -> str:
+    if len(graphs) == 1:
+        return graphs[0][1]
+    return "\n\n".join(f"# graph {name}\n{text}" for name, text in graphs)
+
+
+def report_object(graphs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The JSON object of a report, from those of its graphs."""
+    sites = [site for graph in graphs for site in graph["sites"]]
+    return {
+        "version": JSON_VERSION,
+        "torch": torch.__version__,
+        "torch_cascade": metadata.version("torch-cascade"),
+        "sites": len(sites),
+        "rewritten": sum(site["rewritten"] for site in sites),
+        "graphs": graphs,
+    }
+
+
+def graph_object(record: Compilation, *, with_text: bool = True) -> dict[str, Any]:
+    """The JSON object of one compiled graph."""
+    texts = {"before": record.before, "after": record.after} if with_text else {}
+    return {
+        "id": record.compile_id,
+        "cached": record.cached,
+        "training": record.training,
+        "options": written(record.options),
+        "seconds": {**record.seconds, "total": record.total_seconds},
+        "sites": [_site(site) for site in record.sites],
+        **texts,
+    }
+
+
+def _site(site: SiteRecord) -> dict[str, Any]:
+    return {
+        "node": site.node,
+        "where": site.where,
+        "form": site.form,
+        "shapes": site.shapes,
+        "segments": [dataclasses.asdict(segment) for segment in site.segments],
+        "decision": None if site.decision is None else _decision(site.decision),
+        "rewritten": site.rewritten,
+        "declined": None if site.declined is None else _declined(site.declined),
+    }
+
+
+def _decision(decision: Decision) -> dict[str, Any]:
+    return {
+        "apply": decision.apply,
+        "why": decision.why,
+        "naive_bytes": decision.naive,
+        "cascade_bytes": decision.cascade,
+        "guard": decision.guard,
+    }
+
+
+def _declined(declined: Declined) -> dict[str, Any]:
+    explanation = EXPLANATIONS[declined.reason]
+    return {
+        "reason": declined.reason.value,
+        "meaning": explanation.meaning,
+        "detail": declined.detail,
+        "hint": declined.hint or explanation.remedy,
+    }

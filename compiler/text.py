@@ -1,0 +1,196 @@
+"""A report as plain text: one block a distinct attention, declines under their reason."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.options import PREFIX, written
+from torch_cascade.compiler.record import Compilation, SegmentRecord, SiteRecord
+from torch_cascade.compiler.report import EXPLANATIONS, Declined
+from torch_cascade.compiler.summary import Report
+
+WIDTH = 100
+_GRAD = "run it under torch.no_grad() or torch.inference_mode()"
+
+
+def render(report: Report) -> str:
+    """The whole report; lines have at most 100 columns, unless a path or a name is longer."""
+    parts = [_headline(report)]
+    parts += [_graph(r, alone=len(report.compilations) == 1) for r in _eventful(report)]
+    quiet = [record.compile_id for record in report.compilations if _is_quiet(record)]
+    if quiet and report.sites:
+        parts.append(_wrapped(f"Without attention: graph {', '.join(quiet)}"))
+    parts += _options(report)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _headline(report: Report) -> str:
+    graphs = len(report.compilations)
+    if not graphs:
+        return _wrapped("no graph was compiled: the call holds nothing to compile, or it is off")
+    if not report.sites:
+        told = {_verdict(record) for record in report.compilations}
+        what = told.pop() if len(told) == 1 else "no attention was analysed"
+    else:
+        what = f"{report.rewritten} of {len(report.sites)} attention sites rewritten"
+    passes = sum(sum(record.seconds.values()) for record in report.compilations)
+    total = sum(record.total_seconds for record in report.compilations)
+    where = "1 graph" if graphs == 1 else f"{graphs} graphs"
+    time = f"the passes took {passes:.2f} s of {total:.2f} s"
+    return _wrapped(f"torch_cascade: {what} ({where}; {time})")
+
+
+def _verdict(record: Compilation) -> str:
+    """What there is to say of a graph as a whole."""
+    if record.options.disable:
+        return f"plain Inductor, as disable is set ({PREFIX}DISABLE)"
+    if record.training:
+        return f"compiled for training, as an input requires a gradient: {_GRAD}"
+    if record.cached:
+        return "the artefact came from Inductor's cache; the passes did not run"
+    if not record.options.passes:
+        return f"no pass was to run (passes=none, {PREFIX}PASSES)"
+    if not record.sites:
+        return "no attention was found"
+    return f"{record.rewritten} of {len(record.sites)} attention sites rewritten"
+
+
+def _is_quiet(record: Compilation) -> bool:
+    return not record.sites and not record.cached and not record.training
+
+
+def _eventful(report: Report) -> list[Compilation]:
+    """The graphs that get a section: all but those of which the headline has said everything."""
+    told = {_verdict(record) for record in report.compilations}
+    if not report.sites and len(told) == 1:
+        return []
+    return [r for r in report.compilations if not (report.sites and _is_quiet(r))]
+
+
+def _graph(record: Compilation, *, alone: bool) -> str:
+    """The section of one graph: what was rewritten, then what was not, by reason."""
+    head = [] if alone else [_wrapped(f"Graph {record.compile_id}: {_verdict(record)}")]
+    done = [site for site in record.sites if site.rewritten]
+    blocks = [_block(site, count) for site, count in _folded(done)]
+    left = sorted((site for site in record.sites if not site.rewritten), key=_reason_order)
+    for _, group in groupby(left, key=_reason_order):
+        blocks += _declined(list(group))
+    return "\n\n".join([*head, *blocks])
+
+
+def _reason_order(site: SiteRecord) -> int:
+    assert site.declined is not None
+    return list(EXPLANATIONS).index(site.declined.reason)
+
+
+def _declined(sites: Sequence[SiteRecord]) -> list[str]:
+    """The sites of one reason: what it means, once, and each distinct site."""
+    assert sites[0].declined is not None
+    reason = sites[0].declined.reason
+    explanation = EXPLANATIONS[reason]
+    said = [_wrapped(f"Not rewritten: {reason.value} ({len(sites)}). {explanation.meaning}")]
+    if explanation.remedy:
+        said.append(_wrapped(f"What you can do: {explanation.remedy}"))
+    return ["\n".join(said), *(_block(site, count) for site, count in _folded(sites))]
+
+
+def _block(site: SiteRecord, count: int) -> str:
+    times = f"{count} x " if count > 1 else ""
+    lines = [f"{times}{site.where or f'node {site.node}'}"]
+    details = [f"{site.form}: {site.shapes}"] if site.shapes else []
+    details += [_segment(segment) for segment in site.segments]
+    if site.decision is not None:
+        details += _decision(site.decision)
+    if site.declined is not None and site.decision is None:
+        details += _refusal(site.declined)
+    mark = "+" if site.rewritten else "-"
+    return "\n".join([_wrapped(lines[0], f"{mark} "), *(_wrapped(d, "    ") for d in details)])
+
+
+def _segment(segment: SegmentRecord) -> str:
+    shared = f", shared by {segment.branches} branches" if segment.branches != "1" else ""
+    return f"keys {segment.keys}: row {segment.rows} of {segment.base}{shared}; {segment.mask}"
+
+
+def _decision(decision: Decision) -> Iterator[str]:
+    verb = "applied" if decision.apply else "not applied"
+    yield f"{verb}: {decision.why}{_bytes_of(decision)}"
+    if decision.guard:
+        yield f"guard: {decision.guard}"
+
+
+def _bytes_of(decision: Decision) -> str:
+    naive, cascade = decision.naive, decision.cascade
+    if naive is None or cascade is None:
+        return ""
+    ratio = f", {naive / cascade:.1f} x" if cascade else ""
+    return f" (naive {_binary(naive)}, cascade {_binary(cascade)}{ratio})"
+
+
+def _binary(count: int) -> str:
+    """Bytes in the unit that leaves at most four digits."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def _refusal(declined: Declined) -> Iterator[str]:
+    if declined.detail:
+        yield declined.detail
+    if declined.hint and declined.hint != EXPLANATIONS[declined.reason].remedy:
+        yield f"hint: {declined.hint}"
+
+
+def _folded(sites: Sequence[SiteRecord]) -> list[tuple[SiteRecord, int]]:
+    """The first of each kind of site, with their number: identical layers are one block."""
+    counts = Counter(_kind(site) for site in sites)
+    firsts = {_kind(site): site for site in reversed(sites)}
+    return [(firsts[kind], count) for kind, count in counts.items()]
+
+
+def _kind(site: SiteRecord) -> str:
+    """What a block says, but for the numbers in the names of nodes and symbols."""
+    return alike(_block(site, 1))
+
+
+def alike(text: str) -> str:
+    """Text in which nodes are called by their op only, and symbols in order of appearance.
+
+    Example:
+        >>> alike("keys [0, s27) are in arg3_1 [2, s27, s9]; keep le_12")
+        'keys [0, s#0) are in arg# [2, s#0, s#1]; keep le'
+    """
+    symbols: dict[str, str] = {}
+    text = re.sub(
+        r"\b([suz]+f?)\d+\b", lambda m: symbols.setdefault(m[0], f"{m[1]}#{len(symbols)}"), text
+    )
+    return re.sub(r"\b([a-z][a-z_]*?)(\d+)?(_\d+)+\b", lambda m: m[1] + "#" * bool(m[2]), text)
+
+
+def _options(report: Report) -> Iterator[str]:
+    """The options in effect; graphs compiled under other options are named."""
+    groups: dict[str, list[str]] = {}
+    for record in report.compilations:
+        listed = "  ".join(f"{k}={v or 'unset'}" for k, v in written(record.options).items())
+        groups.setdefault(listed, []).append(record.compile_id)
+    for listed, names in groups.items():
+        which = f" for graph {', '.join(names)}" if len(groups) > 1 else ""
+        head = f"Options{which} (or variables {PREFIX}..., read whenever a graph is compiled):"
+        yield f"{_wrapped(head)}\n{_wrapped(listed, '  ')}"
+
+
+def _wrapped(line: str, lead: str = "") -> str:
+    return textwrap.fill(
+        line,
+        WIDTH,
+        initial_indent=lead,
+        subsequent_indent=" " * (len(lead) + 2 * bool(lead)),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
