@@ -11,7 +11,7 @@ where every row is proved to see a key.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
+from torch_cascade.passes.mask_bounds import Bounds, bound_of, edges, vacuous
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_rules import aligned
 from torch_cascade.passes.mask_sight import (
@@ -30,16 +31,16 @@ from torch_cascade.passes.mask_sight import (
     scores_of,
 )
 from torch_cascade.passes.predicate import (
-    AtLeastZero,
     Box,
     Branch,
     Datum,
     Tree,
+    apply,
+    if_else,
     leaves,
-    questions,
     substitute,
 )
-from torch_cascade.passes.site import AttentionSite, MaskTerm
+from torch_cascade.passes.site import AttentionSite, MaskKind, MaskTerm
 
 _ZERO = sympy.Integer(0)
 
@@ -62,21 +63,6 @@ class SegmentMask:
     window: Size | None = None
     rows_see_a_key: bool = False
     hidden: bool = False
-
-
-@dataclass(frozen=True)
-class _Bounds:
-    """key >= query + low and key <= query + high, where they are not None."""
-
-    low: Size | None = None
-    high: Size | None = None
-
-    @property
-    def window(self) -> Size | None:
-        """Number of keys that both bounds leave to a query."""
-        if self.low is None or self.high is None:
-            return None
-        return sympy.expand(self.high - self.low + 1)
 
 
 class MaskReader:
@@ -103,16 +89,15 @@ class MaskReader:
             return SegmentMask(hidden=True)
         bounds, terms = self._split(scores, local)
         if bounds.high is None and bounds.low is not None:
-            bounds = _Bounds(bounds.low, self._vacuous(scores, box, start + length - 1))
-        window = bounds.window
-        if window is not None and self._prover.known(-window):
+            high = vacuous(self._read, scores, box, start + length - 1).high
+            bounds = Bounds(bounds.low, high)
+        if bounds.window is not None and self._prover.known(-bounds.window):
             return SegmentMask(hidden=True)
-        trees = [tree for _, tree in local]
         return SegmentMask(
             terms=terms,
             q_offset=None if bounds.high is None else sympy.expand(bounds.high - start),
-            window=window,
-            rows_see_a_key=self._sees(scores, trees, start, length),
+            window=bounds.window,
+            rows_see_a_key=self._sees(scores, [tree for _, tree in local], start, length),
         )
 
     def sees_a_key(self, site: AttentionSite) -> bool:
@@ -147,11 +132,7 @@ class MaskReader:
         if found is None:
             return "no key" if term is None else f"mask {term.node.name}"
         bounds, terms = found
-        query = sympy.Symbol("q")
-        said = [f"mask {t.node.name}" for t in terms]
-        said += [f"k <= {query + bounds.high}"] if bounds.high is not None else []
-        said += [f"k >= {query + bounds.low}"] if bounds.low is not None else []
-        return " and ".join(said)
+        return " and ".join([*(f"mask {t.node.name}" for t in terms), *filter(None, [str(bounds)])])
 
     def _site(self, site: AttentionSite) -> Scores:
         if site not in self._scores:
@@ -168,100 +149,69 @@ class MaskReader:
 
     def _split(
         self, scores: Scores, local: Sequence[tuple[MaskTerm | None, Tree]]
-    ) -> tuple[_Bounds, tuple[MaskTerm, ...]]:
+    ) -> tuple[Bounds, tuple[MaskTerm, ...]]:
         """All masks of a segment as one pair of bounds and the terms that remain."""
-        bounds = _Bounds()
+        bounds = Bounds()
         terms: list[MaskTerm] = []
-        for term, tree in local:
+        for (term, tree), whole in zip(local, scores.trees, strict=True):
             found = self._expressed(scores, term, tree)
-            joint = None if found is None else self._tightened(bounds, found[0])
-            if found is None or joint is None:
-                assert term is not None, "torch's causal rule is a bound on key - query"
-                terms.append(term)
-            else:
+            joint = None if found is None else bounds.joined(found[0], self._prover)
+            if found is not None and joint is not None:
                 bounds = joint
                 terms += found[1]
+            else:
+                assert term is not None, "torch's causal rule is a bound on key - query"
+                terms.append(self._same(scores, term.node, _shown(whole)) or term)
         return bounds, tuple(terms)
 
     def _expressed(
         self, scores: Scores, term: MaskTerm | None, tree: Tree
-    ) -> tuple[_Bounds, list[MaskTerm]] | None:
-        """A tree as bounds on key - query and as smaller masks; None: read the whole mask."""
+    ) -> tuple[Bounds, list[MaskTerm]] | None:
+        """A tree as bounds and as smaller masks; None: the mask has to be read as it is."""
         literals = conjunction(tree)
         if literals is None:
             return None
-        bounds = _Bounds()
+        bounds = Bounds()
         terms: list[MaskTerm] = []
-        for atom, holds in literals:
-            if isinstance(atom, Datum):
-                part = None if term is None else self._smaller(scores, term.node, atom, holds)
-                if part is None:
-                    return None
-                terms.append(part)
-                continue
-            found = self._bound(scores, atom.expr if holds else -atom.expr - 1)
-            joint = None if found is None else self._tightened(bounds, found)
-            if joint is None:
+        for condition in literals:
+            found = self._bound(scores, condition)
+            joint = None if found is None else bounds.joined(found, self._prover)
+            part = self._same(scores, term.node, condition) if term and joint is None else None
+            if joint is None and part is None:
                 return None
-            bounds = joint
-        if len(terms) > 1 and bounds == _Bounds():
+            bounds = joint or bounds
+            terms += [part] if part is not None else []
+        if len(terms) > 1 and bounds == Bounds():
             return None  # nothing to gain over the mask as it stands
         return bounds, terms
 
-    def _bound(self, scores: Scores, expr: Size) -> _Bounds | None:
-        """`expr >= 0` as a bound on key - query that depends on sizes only."""
-        expr = sympy.expand(expr)
-        slope = expr.coeff(scores.key) if isinstance(scores.key, sympy.Symbol) else 0
-        if slope not in (1, -1):
+    def _bound(self, scores: Scores, condition: Branch) -> Bounds | None:
+        if isinstance(condition.atom, Datum):
             return None
-        limit = sympy.expand(scores.key - scores.query - slope * expr)
-        if limit.free_symbols & self._read.box.keys():
+        expr = condition.atom.expr
+        return bound_of(self._read, scores, expr if condition.then else -expr - 1)
+
+    def _same(self, scores: Scores, mask: fx.Node, visible: Tree | None) -> MaskTerm | None:
+        """The innermost bool tensor that a mask is made of and that says what `visible` says."""
+        if visible is None:
             return None
-        return _Bounds(low=limit) if slope == 1 else _Bounds(high=limit)
-
-    def _tightened(self, a: _Bounds, b: _Bounds) -> _Bounds | None:
-        """Both bounds as one; None where it is not known which is tighter."""
-        lows = [x for x in (a.low, b.low) if x is not None]
-        highs = [x for x in (a.high, b.high) if x is not None]
-        known = self._prover.known
-        low = next((x for x in lows if all(known(x - y) for y in lows)), None)
-        high = next((x for x in highs if all(known(y - x) for y in highs)), None)
-        if (lows and low is None) or (highs and high is None):
-            return None
-        return _Bounds(low, high)
-
-    def _vacuous(self, scores: Scores, box: Box, last: Size) -> Size:
-        """An upper bound on key - query that holds on a box: one of the mask itself, or `last`."""
-        for _, tree in scores.terms:
-            for atom in questions(tree):
-                if not isinstance(atom, AtLeastZero):
-                    continue
-                for expr in (atom.expr, -atom.expr - 1):
-                    bound = self._bound(scores, expr)
-                    if bound and bound.high is not None and self._prover.always(expr, box):
-                        return bound.high
-        return last
-
-    def _smaller(self, scores: Scores, mask: fx.Node, atom: Datum, holds: bool) -> MaskTerm | None:
-        """A bool tensor among the ancestors of a mask that says just whether a datum holds."""
         if mask not in self._ancestors:
             self._ancestors[mask] = _ancestors(mask)
+        kinds: dict[Tree, MaskKind] = {visible: "keep", if_else(visible, False, True): "drop"}
         for (node, index), tree in self._read.memo.items():
-            if not isinstance(tree, Branch) or tree.atom != atom:
+            if tree not in kinds or node not in self._ancestors[mask]:
                 continue
-            if tensor(node).dtype != torch.bool or node not in self._ancestors[mask]:
-                continue
-            plain = isinstance(tree.then, bool) and isinstance(tree.other, bool)
-            fits = len(index) <= len(scores.index) and index == aligned(scores.index, shape(node))
-            if plain and fits:
-                return MaskTerm(node, "keep" if tree.then is holds else "drop")
+            sizes = shape(node)
+            fits = len(index) <= len(scores.index) and index == aligned(scores.index, sizes)
+            if fits and tensor(node).dtype == torch.bool:
+                return MaskTerm(node, kinds[tree])
         return None
 
     def _sees(self, scores: Scores, trees: Sequence[Tree], start: Size, length: Size) -> bool:
         """True iff one of a few candidate keys is visible in every row, and in the segment."""
         box = scores.box(self._read, start, length)
         last = start + length - 1
-        for key in dict.fromkeys([start, last, *self._edges(scores, trees)]):
+        for key in dict.fromkeys([start, last, *edges(scores, trees)]):
             if not (self._prover.always(key - start, box) and self._prover.always(last - key, box)):
                 continue
             if all(self._visible_at(scores, tree, key, box) for tree in trees):
@@ -273,15 +223,12 @@ class MaskReader:
             tree = substitute(tree, self._read.atoms, scores.key, key)
         return self._prover.restrict(tree, box) is Sight.VISIBLE
 
-    def _edges(self, scores: Scores, trees: Sequence[Tree]) -> Iterator[Size]:
-        """The keys, as functions of the query, at which some condition begins or ceases to hold."""
-        for atom in (a for tree in trees for a in questions(tree)):
-            if not isinstance(atom, AtLeastZero) or not isinstance(scores.key, sympy.Symbol):
-                continue
-            slope = atom.expr.coeff(scores.key)
-            if slope in (1, -1):
-                edge = sympy.expand(scores.key - slope * atom.expr)
-                yield from (edge, edge - slope)
+
+def _shown(tree: Tree) -> Tree | None:
+    """Which scores are visible, as a tree of bools; None where some are neither nor."""
+    if not set(leaves(tree)) <= {Sight.VISIBLE, Sight.HIDDEN}:
+        return None
+    return apply(lambda x: x is Sight.VISIBLE, tree)
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:

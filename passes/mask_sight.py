@@ -14,7 +14,7 @@ from torch_cascade.compiler.graph import Size, shape, tensor
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_leaves import Real, Unknown, constant
 from torch_cascade.passes.mask_rules import aligned
-from torch_cascade.passes.predicate import Atom, Box, Branch, Index, Range, Tree, apply, leaves
+from torch_cascade.passes.predicate import Box, Branch, Index, Range, Tree, apply, leaves
 from torch_cascade.passes.site import AttentionSite, MaskTerm
 
 # A finite value hides a key as -inf does, in rows that see another key, once the scores it could
@@ -113,19 +113,16 @@ def is_moderate(leaf: Any) -> bool:
     return leaf.value == -math.inf or abs(leaf.value) <= _MODERATE
 
 
-def conjunction(tree: Tree) -> list[tuple[Atom, bool]] | None:
-    """The atoms, and whether each must hold, if a tree says "visible iff all of these"."""
-    literals: list[tuple[Atom, bool]] = []
+def conjunction(tree: Tree) -> list[Branch] | None:
+    """The conditions (trees of bools with one atom) if a tree says "visible iff all of these"."""
+    conditions: list[Branch] = []
     while isinstance(tree, Branch):
-        if tree.other is Sight.HIDDEN:
-            literals.append((tree.atom, True))
-            tree = tree.then
-        elif tree.then is Sight.HIDDEN:
-            literals.append((tree.atom, False))
-            tree = tree.other
-        else:
+        if tree.other is not Sight.HIDDEN and tree.then is not Sight.HIDDEN:
             return None
-    return literals if tree is Sight.VISIBLE else None
+        holds = tree.other is Sight.HIDDEN
+        conditions.append(replace(tree, then=holds, other=not holds))
+        tree = tree.then if holds else tree.other
+    return conditions if tree is Sight.VISIBLE else None
 
 
 def _values(read: Elements, site: AttentionSite, term: MaskTerm, index: Index) -> Tree:
