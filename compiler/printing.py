@@ -44,16 +44,17 @@ class Printer:
 
     def text(self) -> str:
         """The whole graph, a line a node."""
-        return "\n".join(self._line(node) for node in self.graph.nodes)
+        return "\n".join(self.line(node) for node in self.graph.nodes)
 
     def _base(self, node: fx.Node) -> str:
         if node.op == "placeholder":
             return "arg"
         if node.op == "output":
             return "return"
-        return self._target(node).replace("cascade.", "").replace(".", "_")
+        return self.target(node).replace("cascade.", "").replace(".", "_")
 
-    def _target(self, node: fx.Node) -> str:
+    def target(self, node: fx.Node) -> str:
+        """What a node calls: "cat", "cascade.merge"."""
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             namespace, name = target._schema.name.split("::")
@@ -62,22 +63,24 @@ class Printer:
             return target
         return getattr(target, "__name__", str(target))
 
-    def _line(self, node: fx.Node) -> str:
+    def line(self, node: fx.Node) -> str:
+        """One node: `%cat: f32[8, 16] = cat([%view, %arg2], 1)`."""
         if node.op == "output":
             return f"return {self._format(node.args[0])}"
-        head = f"{self.names[node]}: {self._type(node.meta.get('val'))}"
+        head = f"{self.names[node]}: {self.type_of(node.meta.get('val'))}"
         if node.op in ("placeholder", "get_attr"):
             return head
         parts = [self._format(a) for a in node.args]
         parts += [f"{k}={self._format(v)}" for k, v in node.kwargs.items()]
-        return f"{head} = {self._target(node)}({', '.join(parts)})"
+        return f"{head} = {self.target(node)}({', '.join(parts)})"
 
-    def _type(self, val: Any) -> str:
+    def type_of(self, val: Any) -> str:
+        """A node's value: `f32[8, 16]` for a tensor."""
         if isinstance(val, torch.Tensor):
             sizes = ", ".join(self._symbolic(s) for s in val.shape)
             return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{sizes}]"
         if isinstance(val, (tuple, list)):
-            return f"({', '.join(self._type(v) for v in val)})"
+            return f"({', '.join(self.type_of(v) for v in val)})"
         if isinstance(val, torch.SymInt):
             return self._symbolic(val)
         return type(val).__name__

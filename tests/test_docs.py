@@ -151,6 +151,7 @@ KNOWN_HOSTS = {
     "github.com",
     "huggingface.co",
     "www.apache.org",
+    "www.w3.org",
 }
 
 

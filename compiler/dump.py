@@ -1,0 +1,122 @@
+"""The option `dump`: every compiled graph in a folder of its own, and one report of them all.
+
+    report.json          all graphs of the folder; `compiler.summary` describes it. Its graphs have
+                         "folder" instead of "before" and "after"
+    000/before.txt       the functional graph before the cascade pass
+    000/after.txt        after it
+    000/lowered.txt      after all passes: what Inductor generates code from
+    000/graph.svg        picture of its attentions (if there are any after the cascade pass)
+    000/graph.json       its entry in report.json
+
+Numbers go on from what is there. Texts are written as the passes run, so that they are there even
+if code generation fails; a graph whose passes do not run has graph.json only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import fx
+
+from torch_cascade.compiler.graph import show
+from torch_cascade.compiler.journal import Place
+from torch_cascade.compiler.picture import picture
+from torch_cascade.compiler.record import Compilation
+from torch_cascade.compiler.summary import graph_object, report_object
+
+_TEXTS = {"before": "before.txt", "cascade": "after.txt", "cleanup": "lowered.txt"}
+
+
+@dataclass(frozen=True)
+class Dump:
+    """Where one compilation is written.
+
+    Attributes:
+        root: the folder of the option.
+        folder: the folder in it that is this compilation's alone.
+        place: the compilation.
+    """
+
+    root: Path
+    folder: Path
+    place: Place
+
+    _last: ClassVar[Dump | None] = None
+
+    @classmethod
+    def claim(cls, root: Path) -> Dump:
+        """Take the next number, or that of the attempt which this one repeats.
+
+        Raises:
+            ValueError: the folder cannot be made or written to.
+        """
+        place, last = Place.current(), cls._last
+        if last is not None and last.root == root and place.repeats(last.place):
+            folder = last.folder
+        else:
+            with _explained(root):
+                folder = _next_folder(root)
+        cls._last = cls(root, folder, place)
+        return cls._last
+
+    def see(self, stage: str, graph: fx.Graph) -> None:
+        """Write what there is to see of a graph "before" the passes, or after one of them."""
+        name = _TEXTS.get(stage)
+        if name is not None:
+            _write(self.root, self.folder / name, show(graph, renamed=False) + "\n")
+        drawn = picture(graph) if stage == "cascade" else None
+        if drawn is not None:
+            _write(self.root, self.folder / "graph.svg", drawn)
+
+    def finish(self, record: Compilation) -> None:
+        """Write the entry of the compilation, and the report of all."""
+        entry = graph_object(record, with_text=False) | {"folder": self.folder.name}
+        _write(self.root, self.folder / "graph.json", _text(entry))
+        found = sorted(self.root.glob("*/graph.json"), key=lambda p: _number(p.parent))
+        with _explained(self.root):
+            graphs = [json.loads(path.read_text(encoding="utf-8")) for path in found]
+        _write(self.root, self.root / "report.json", _text(report_object(graphs)))
+
+
+def _next_folder(root: Path) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    number = 1 + max(map(_number, root.iterdir()), default=-1)
+    while True:
+        folder = root / f"{number:03d}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another process took it
+            number += 1
+        else:
+            return folder
+
+
+def _number(path: Path) -> int:
+    return int(path.name) if path.name.isdecimal() else -1
+
+
+def _text(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _write(root: Path, path: Path, text: str) -> None:
+    """Write a file whole or not at all: others may be reading it."""
+    with _explained(root):
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+
+
+@contextlib.contextmanager
+def _explained(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"option 'dump' (variable TORCH_CASCADE_DUMP): cannot write to {root}"
+        raise ValueError(f"{what}: {error.strerror or error}") from error

@@ -1,0 +1,74 @@
+"""Places the nodes of a directed acyclic graph in layers, for pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, TypeVar
+
+import networkx as nx
+
+_LETTER, _HEIGHT, _GAP, _DROP = 7.3, 40.0, 24.0, 38.0
+_TOP, _LEFT = 110.0, 20.0  # a legend stands above
+_SWEEPS = 6
+
+N = TypeVar("N", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle, in pixels; y grows downwards."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def arrange(dag: nx.DiGraph, letters: Mapping[N, int]) -> dict[N, Box]:
+    """A box for every node, sources above what they feed, unconnected parts side by side.
+
+    Args:
+        dag: the graph.
+        letters: length of each node's text.
+    """
+    boxes: dict[N, Box] = {}
+    left = _LEFT
+    for part in nx.weakly_connected_components(dag):
+        placed = _part(dag.subgraph(part), letters, left)
+        boxes.update(placed)
+        left = max(box.x + box.width for box in placed.values()) + 2 * _GAP
+    return boxes
+
+
+def _part(dag: nx.DiGraph, letters: Mapping[N, int], left: float) -> dict[N, Box]:
+    layers = _ordered(dag)
+    widths = {node: letters[node] * _LETTER + 16 for node in dag}
+    spans = [sum(widths[n] for n in layer) + _GAP * (len(layer) - 1) for layer in layers]
+    boxes: dict[N, Box] = {}
+    for row, (layer, span) in enumerate(zip(layers, spans, strict=True)):
+        x = left + (max(spans) - span) / 2
+        for node in layer:
+            boxes[node] = Box(x, _TOP + row * (_HEIGHT + _DROP), widths[node], _HEIGHT)
+            x += widths[node] + _GAP
+    return boxes
+
+
+def _ordered(dag: nx.DiGraph) -> list[list[Any]]:
+    """Layers from top to bottom; within each the nodes stand near their neighbours.
+
+    A node is as low as what it feeds allows, so inputs stand right above their use. The order is
+    that of the mean position of the neighbours (Sugiyama's barycentres), swept down and up.
+    """
+    rising = nx.topological_generations(dag.reverse(copy=False))
+    layers: list[list[Any]] = [list(layer) for layer in rising][::-1]
+    for sweep in range(_SWEEPS):
+        down = sweep % 2 == 0
+        neighbours = dag.predecessors if down else dag.successors
+        place = {n: i / len(layer) for layer in layers for i, n in enumerate(layer)}
+        for layer in layers if down else reversed(layers):
+            means = {n: fmean([place[m] for m in neighbours(n)] or [place[n]]) for n in layer}
+            layer.sort(key=means.__getitem__)
+            place.update({n: (i + 0.5) / len(layer) for i, n in enumerate(layer)})
+    return layers
