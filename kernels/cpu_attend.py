@@ -126,6 +126,9 @@ def attend_math(
 ) -> tuple[Tensor, Tensor]:
     """`cascade::attend` as two matrix products around a softmax: every case, on every device.
 
+    K and V are not expanded. Where R and Hkv are both above 1 and their strides do not merge into
+    one batch dim (keys stored as [R, L, Hkv, Dk]), the matrix product copies them.
+
     Args: see `torch_cascade.kernels.ops.attend`.
 
     Returns:
@@ -271,5 +274,6 @@ def _add_bias(scores: Tensor, bias: Tensor, s: _Sizes) -> Tensor:
 def _row_max(scores: Tensor, keys: Size) -> Tensor:
     """Largest score of each row, [..., 1]; -inf for a row of no keys, which `amax` refuses."""
     if not known(keys >= 1):
-        scores = torch.nn.functional.pad(scores, (0, 1), value=-math.inf)
+        column = scores.new_full((*scores.shape[:-1], 1), -math.inf)
+        scores = torch.cat([scores, column], -1)
     return scores.amax(-1, keepdim=True)

@@ -6,6 +6,9 @@ import pytest
 import torch
 from support.attend_cases import BASE, GRID, assert_attends
 from support.symbolic import SymbolicRows, allocations, trace
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_cascade.kernels import cpu_attend
 from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
@@ -161,3 +164,21 @@ def test_a_key_count_that_may_be_zero_is_the_formula(monkeypatch):
         inputs.call(attend_cpu, tuple(inputs.flat()))
     assert len(formula) == 1
     assert inputs.new_guards() == []
+
+
+def test_one_program_serves_any_number_of_keys():
+    """An unbacked length, which nothing is known about: 0 keys included."""
+    env = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    with env.ignore_fresh_unbacked_symbols():
+        keys = env.create_unbacked_symint()
+    torch._check(keys >= 0)
+    with mode:
+        q, k, v = torch.empty(6, 6, 5, 16), torch.empty(2, 2, keys, 16), torch.empty(2, 2, keys, 16)
+        mask = torch.empty(6, 1, 5, keys, dtype=torch.bool)
+        program = make_fx(lambda *args: attend_cpu(*args, branches=3))(q, k, v, mask)
+    assert FLASH not in {n.target for n in program.graph.nodes}
+    assert env.guards == []
+    for number in (0, 1, 9):
+        args, options = BASE.but(keys=number, mask="N1ML", hidden_rows=True).arguments()
+        assert_attends(program(*args), args, options)
