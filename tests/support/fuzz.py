@@ -122,9 +122,10 @@ def _work(options: argparse.Namespace) -> None:
 def _backend(name: str) -> Any:
     if name == "cascade":
         return name
-    from .backend import eager_cascade, eager_inductor
+    from .backend import eager_cascade
+    from .programs import plain
 
-    return eager_inductor() if name == "plain" else eager_cascade(options={"decide": "always"})
+    return plain if name == "plain" else eager_cascade(decide="always", verify=True)
 
 
 def _one(seed: int, backend: Any, timeout: int, shrunk: collections.Counter[str]) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 
+from .capture import boxed
 from .program_draw import programs, random_program
 from .program_rules import expectation, valid
 from .program_source import emit, reference_text, text
@@ -26,6 +28,7 @@ __all__ = [
     "Sizes",
     "arguments",
     "expectation",
+    "plain",
     "programs",
     "random_program",
     "report",
@@ -82,6 +85,11 @@ def run_program(program: Program, backend: Backend, expect: bool = True) -> Outc
     if expect:
         _check_rewrites(program, outcome)
     return outcome
+
+
+def plain(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """The backend to compare with: Inductor up to code generation, with none of our passes."""
+    return compile_fx(gm, inputs, inner_compile=boxed)
 
 
 def function(program: Program, source: str | None = None) -> Callable[..., Any]:
@@ -187,6 +195,8 @@ def _check_values(
 
 
 def _check_rewrites(program: Program, outcome: Outcome) -> None:
+    if "pass-failed" in outcome.declined:
+        raise Fault("pass failed", program, f"{outcome}")
     expected = expectation(program)
     if expected is True and outcome.rewritten == 0:
         raise Fault("not rewritten", program, f"owed, but {outcome}")
