@@ -32,7 +32,7 @@ def render(report: Report) -> str:
 def _headline(report: Report) -> str:
     graphs = len(report.compilations)
     if not graphs:
-        return _wrapped("no graph was compiled: the call holds nothing to compile, or it is off")
+        return "torch_cascade: no graph was compiled (nothing to compile, or compiling is off)"
     if not report.sites:
         told = {_verdict(record) for record in report.compilations}
         what = told.pop() if len(told) == 1 else "no attention was analysed"

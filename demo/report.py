@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from torch_cascade.compiler import backend
+from torch_cascade import last_report
 from torch_cascade.demo.decode import differences
 from torch_cascade.demo.engines import Engine
 
@@ -77,24 +77,6 @@ def _until(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens[:stop]
 
 
-def report_text() -> str:
-    """What the compiler found and did in this process, one line a compiled graph."""
-    lines = []
-    for record in backend.recent():
-        if record.cached:
-            lines.append("a graph came whole from Inductor's cache: the passes did not run again")
-            continue
-        done = sum(site.rewritten for site in record.sites)
-        passes = sum(record.seconds.values())
-        lines.append(
-            f"{done} of {len(record.sites)} attention sites rewritten; "
-            f"the passes took {passes:.1f} of {record.total_seconds:.0f} s"
-        )
-        reasons = Counter(str(site.declined) for site in record.sites if site.declined)
-        lines += [f"  {count} x {reason}" for reason, count in reasons.items()]
-    return "\n".join(lines)
-
-
 def show(console: Console, engines: Sequence[Engine], tokenizer: Any, branches: int) -> None:
     """Print everything."""
     numbers = measure(engines)
@@ -116,4 +98,5 @@ def show(console: Console, engines: Sequence[Engine], tokenizer: Any, branches: 
                 f"where the best two were {found['margin']:.1e} logits apart",
                 highlight=False,
             )
-    console.print(f"\n[bold]What the compiler did[/]\n{report_text()}", highlight=False)
+    console.print("\n[bold]What the compiler did[/]")
+    console.print(str(last_report()), markup=False, highlight=False, soft_wrap=True)

@@ -139,21 +139,6 @@ def test_texts_end_at_the_end_token_and_are_told_once():
     assert report.texts(engine, tokenizer) == ["[2 of 2] [5]"]
 
 
-def test_the_report_counts_sites_and_reasons(monkeypatch):
-    declined = SimpleNamespace(rewritten=False, declined="dropout at node")
-    done = SimpleNamespace(rewritten=True, declined=None)
-    first = SimpleNamespace(
-        cached=False, sites=[done, declined, declined], seconds={"a": 0.5}, total_seconds=20.0
-    )
-    cached = SimpleNamespace(cached=True)
-    monkeypatch.setattr(report.backend, "recent", lambda: [first, cached])
-    assert report.report_text().splitlines() == [
-        "1 of 3 attention sites rewritten; the passes took 0.5 of 20 s",
-        "  2 x dropout at node",
-        "a graph came whole from Inductor's cache: the passes did not run again",
-    ]
-
-
 # --- the prompt -----------------------------------------------------------------------------------
 
 
