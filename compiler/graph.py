@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
     statically_known_true,
 )
-from torch.utils._sympy.functions import Max
+from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -139,17 +139,36 @@ class Sizes:
         """
         if self.shape_env is None:
             return expr
+        # A guard keeps the names of its time; a symbol may since have been replaced by another.
         expr = self.shape_env.replace(expr)
-        facts = [f for f, holds in self.shape_env.axioms.items() if holds == sympy.true]
-        equal = {f.lhs: f.rhs for f in facts if isinstance(f, sympy.Eq) and f.lhs.is_Symbol}
-        expr = expr.xreplace(equal)
+        equal = self._equalities()
+        for _ in equal:
+            changed = self.shape_env.replace(expr.xreplace(equal))
+            if changed == expr:
+                break
+            expr = changed
         # Strides of fakes hold Max(1, size); a size that a guard keeps from 0 is the Max itself.
         at_least_one = {m: m.args[1] for m in expr.atoms(Max) if self._is_positive_size(m)}
         return expr.xreplace(at_least_one)
 
+    def _equalities(self) -> dict[sympy.Basic, Size]:
+        """What guards say a symbol or a quotient equals; the first guard about each counts."""
+        assert self.shape_env is not None
+        equal: dict[sympy.Basic, Size] = {}
+        for fact, holds in self.shape_env.axioms.items():
+            if not isinstance(fact, sympy.Eq) or holds != sympy.true:
+                continue
+            left, right = self.shape_env.replace(fact.lhs), self.shape_env.replace(fact.rhs)
+            quotients = isinstance(left, FloorDiv) and isinstance(right, FloorDiv)
+            if left.is_Symbol or (quotients and right not in equal):
+                equal.setdefault(left, right)
+        return equal
+
     def _is_positive_size(self, maximum: sympy.Basic) -> bool:
         floor, *rest = maximum.args
-        return floor == 1 and len(rest) == 1 and self.known(sympy.Ne(rest[0], 0))
+        if floor != 1 or len(rest) != 1:
+            return False
+        return all(self.known(sympy.Ne(factor, 0)) for factor in sympy.Mul.make_args(rest[0]))
 
     def at_least(self, a: SizeLike, b: SizeLike) -> bool:
         """True iff `a >= b` is provable."""
@@ -176,6 +195,7 @@ class Emitter:
         self.graph = anchor.graph
         self.anchor = anchor
         self.mode = fake_mode(anchor.graph)
+        self.sizes = Sizes(self.mode.shape_env)
         keep = ("stack_trace", "nn_module_stack", "source_fn_stack")
         self._meta = {key: anchor.meta[key] for key in keep if key in anchor.meta}
 

@@ -57,15 +57,16 @@ def _output_dims(site: AttentionSite) -> tuple[int, ...]:
     return tuple(natural.index(axis) for axis in site.axes)
 
 
-def _query(emit: Emitter, site: AttentionSite) -> tuple[fx.Node, float | fx.Node | None]:
-    """The query as [n, h, q, d], and the scale that `attend` takes (a tensor scale goes into q)."""
+def _query(emit: Emitter, site: AttentionSite) -> tuple[fx.Node, float | None]:
+    """The query as [n, h, q, d], and the scale that `attend` takes (a symbolic one goes into q: torch would
+    specialise a symbolic float argument)."""
     q, scale = site.q.node, site.scale
     order = ["".join(site.q.axes).index(axis) for axis in "nhqd" if axis in set(site.q.axes)]
     if order != sorted(order):
         q = emit.call(aten.permute.default, q, order)
     if "h" not in site.q.axes:
         q = emit.call(aten.unsqueeze.default, q, 1)
-    if isinstance(scale, fx.Node) and isinstance(scale.meta["val"], torch.Tensor):
+    if isinstance(scale, fx.Node):
         return emit.call(aten.mul.Tensor, q, scale), 1.0
     return q, scale
 
@@ -75,7 +76,7 @@ def _attend(
     site: AttentionSite,
     part: Part,
     q: fx.Node,
-    scale: float | fx.Node | None,
+    scale: float | None,
     sizes: Sizes,
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """One `attend`: (o, lse, mask), rows in the order of the batch."""
@@ -120,7 +121,7 @@ def _key_values(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
 def _key_value(emit: Emitter, piece: Piece) -> fx.Node:
     node = piece.base
     for index, (dim, size) in enumerate(zip(piece.dims, shape(piece.base), strict=True)):
-        if dim.extent != size or dim.offset != 0:
+        if dim.offset != 0 or not emit.sizes.equal(dim.extent, size):
             end = dim.offset + dim.extent
             node = emit.call(aten.slice.Tensor, node, index, dim.offset, end)
     node = _arranged(emit, node, piece)
@@ -132,7 +133,7 @@ def _key_value(emit: Emitter, piece: Piece) -> fx.Node:
 def _arranged(emit: Emitter, node: fx.Node, piece: Piece) -> fx.Node:
     """A base (already sliced) as [rows, heads, keys, d]: split into digits, sorted, joined."""
     digits = [digit for dim in piece.dims for digit in dim.digits]
-    hint = Sizes.of(emit.graph).hint
+    hint = emit.sizes.hint
     wanted = [
         sorted((d for d in digits if d.axis == axis), key=lambda d: -(hint(d.stride) or 0))
         for axis in ("n", "h", "k", "d")
