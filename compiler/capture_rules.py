@@ -208,7 +208,7 @@ def _bind(node: fx.Node) -> Call | Declined:
 def _refused_operands(call: Call, devices: frozenset[str]) -> Declined | None:
     """The refusal of a call for what its tensors are, or None."""
     masks = [] if call.attn_mask is None else [call.attn_mask]
-    for operand in (call.query, call.key, call.value, *masks, call.node):
+    for operand in (call.query, call.key, call.value, *masks):
         value = _value(operand)
         if not isinstance(value, FakeTensor) or value.layout != torch.strided:
             return _unsupported(call.node, f"{operand.name} is not a plain dense tensor")

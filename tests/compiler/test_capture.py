@@ -691,16 +691,22 @@ def by_priority(q, k, v):
     return sdpa(o, k, v)
 
 
+EVERY_KERNEL = [
+    SDPBackend.MATH,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.OVERRIDEABLE,
+]
+
+
 def any_kernel(q, k, v):
-    with sdpa_kernel(
-        [
-            SDPBackend.MATH,
-            SDPBackend.FLASH_ATTENTION,
-            SDPBackend.EFFICIENT_ATTENTION,
-            SDPBackend.CUDNN_ATTENTION,
-            SDPBackend.OVERRIDEABLE,
-        ]
-    ):
+    with sdpa_kernel(EVERY_KERNEL):
+        return sdpa(q, k, v)
+
+
+def reordered(q, k, v):
+    with sdpa_kernel(EVERY_KERNEL, set_priority=True):
         return sdpa(q, k, v)
 
 
@@ -725,6 +731,7 @@ CONTEXTS = {
     math_then_any: [PINNED, None],
     by_priority: [PINNED, PINNED, PINNED, None],
     any_kernel: [None],
+    reordered: [PINNED],
     switched: [PINNED, None],
     half_reduction: [PINNED, None],
 }
