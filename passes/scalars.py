@@ -27,6 +27,11 @@ prims = torch.ops.prims
 ONE = sympy.Integer(1)
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
+MULTIPLIES = frozenset({aten.mul.Tensor, aten.mul.Scalar})
+DIVIDES = frozenset(
+    {aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor, aten.true_divide.Scalar}
+)
+
 _PASSING = frozenset(
     {
         aten.alias.default,
@@ -46,6 +51,7 @@ _ARITHMETIC: dict[Any, Callable[..., sympy.Expr]] = {
     aten.neg.default: lambda x: -x,
     aten.mul.Tensor: lambda x, y: x * y,
     aten.div.Tensor: lambda x, y: x / y,
+    aten.true_divide.Tensor: lambda x, y: x / y,
     aten.pow.Tensor_Scalar: lambda x, y: _power(x, y),
     aten.pow.Tensor_Tensor: lambda x, y: _power(x, y),
     aten.pow.Scalar: lambda x, y: _power(x, y),
@@ -207,10 +213,10 @@ def _from_numbers(node: fx.Node) -> bool:
 
 def scaling(node: fx.Node, sizes: Sizes) -> tuple[fx.Node, Factor] | None:
     """The tensor that a mul or div scales by one number, and the number."""
-    if node.target in (aten.mul.Tensor, aten.mul.Scalar):
+    if node.target in MULTIPLIES:
         a, b = node.args[0], node.args[1]
         pairs = [(a, factor(b)), (b, factor(a))]
-    elif node.target in (aten.div.Tensor, aten.div.Scalar):
+    elif node.target in DIVIDES:
         by = factor(node.args[1])
         pairs = [(node.args[0], None if by is None or is_value(by.number, 0) else by.inverse())]
     else:

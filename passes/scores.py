@@ -19,7 +19,17 @@ from torch_cascade.compiler.graph import Sizes, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import Dims
 from torch_cascade.passes.labels import above, same_shape
-from torch_cascade.passes.scalars import FLOATS, Factor, constant, is_float_cast, is_value, scaling, uncast
+from torch_cascade.passes.scalars import (
+    DIVIDES,
+    FLOATS,
+    MULTIPLIES,
+    Factor,
+    constant,
+    is_float_cast,
+    is_value,
+    scaling,
+    uncast,
+)
 from torch_cascade.passes.site import MaskKind
 
 aten = torch.ops.aten
@@ -210,10 +220,7 @@ _RULES: dict[Any, Callable[[_Place], _Result]] = {
     aten.bmm.default: _bmm,
     aten.baddbmm.default: _baddbmm,
     torch.ops.prims.convert_element_type.default: _cast,
-    aten.mul.Tensor: _scaled,
-    aten.mul.Scalar: _scaled,
-    aten.div.Tensor: _scaled,
-    aten.div.Scalar: _scaled,
+    **dict.fromkeys(MULTIPLIES | DIVIDES, _scaled),
     aten.add.Tensor: _added,
     aten.add.Scalar: _added,
     aten.where.self: _filled,
@@ -229,8 +236,7 @@ def _stuck(place: _Place) -> Declined | None:
     node = place.node
     if find_above(node, lambda n: n.target in MATMULS) is None:
         return None
-    scales = node.target in (aten.mul.Tensor, aten.div.Tensor) and node.args[0] is not node.args[1]
-    if scales:
+    if node.target in MULTIPLIES | DIVIDES and node.args[0] is not node.args[1]:
         return _decline(Reason.TENSOR_SCALE, node, "the scores are scaled by a tensor")
     return _decline(Reason.SPELLING, node, _MEANINGS.get(node.target, f"{node.target} of scores"))
 

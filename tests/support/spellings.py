@@ -344,3 +344,18 @@ def queries_and_values_used_elsewhere(q, k, v):
 def under_autocast(q, k, v):
     with torch.autocast("cpu", torch.bfloat16):
         return torch.softmax(q @ k.mT * 0.25, -1) @ v
+
+
+@_add("nhqd nhkd nhkd 0.25 nan add", with_bias(1, 1, 1, L))
+def keys_first(q, k, v, bias):
+    """Scores are [N, H, L, M]; what is added to them, transposed, is a mask of [N, H, M, L]."""
+    scores = torch.einsum("bhqd,bhkd->bhkq", q, k) * 0.25 + bias.mT
+    return torch.einsum("bhkq,bhkd->bhqd", torch.softmax(scores, -2), v)
+
+
+@_add("nqd ndk nkd 0.25 nan", lambda dtype: (qkv(dtype)[0], *(x[:, 0] for x in qkv(dtype)[1:])))
+def heads_as_queries(q, k, v):
+    """GPT-BigCode: one KV head, the queries of all heads in one matmul."""
+    n, h, m, _ = q.shape
+    scores = (q.flatten(1, 2) @ k.mT).view(n, h, m, -1) * 0.25
+    return torch.softmax(scores, -1).view(n, h * m, -1) @ v
