@@ -58,8 +58,10 @@ def _output_dims(site: AttentionSite) -> tuple[int, ...]:
 
 
 def _query(emit: Emitter, site: AttentionSite) -> tuple[fx.Node, float | None]:
-    """The query as [n, h, q, d], and the scale that `attend` takes (a symbolic one goes into q: torch would
-    specialise a symbolic float argument)."""
+    """The query as [n, h, q, d], and the scale for `attend`.
+
+    A symbolic scale is multiplied into q: torch would specialise a symbolic float argument.
+    """
     q, scale = site.q.node, site.scale
     order = ["".join(site.q.axes).index(axis) for axis in "nhqd" if axis in set(site.q.axes)]
     if order != sorted(order):

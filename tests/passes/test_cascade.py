@@ -1,5 +1,7 @@
 """The cascade pass: golden graphs, decisions, guards, exactness where parts meet."""
 
+# ruff: noqa: E501  (golden graphs)
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
