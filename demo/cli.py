@@ -77,6 +77,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from torch_cascade.demo import engines, model, prompt, report
+    from torch_cascade.runtime.prefix_cache import cache_argument
 
     console = Console()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -94,8 +95,14 @@ def _run(arguments: argparse.Namespace) -> None:
         f"{arguments.new_tokens} new tokens each",
         highlight=False,
     )
-    _decode(console, lm, ids, arguments, running)
+    argument = cache_argument(lm)
+    _decode(console, lm, argument, ids, arguments, running)
     report.show(console, running, tokenizer, arguments.branches)
+    with console.status("what the compiler did"):
+        fed = ids[:, -1:].expand(arguments.branches, 1).contiguous()
+        text = report.report_text(running[0], argument, fed)
+    console.print("\n[bold]What the compiler did[/]")
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     if arguments.json:
         setup = {"prompt_tokens": ids.shape[1], "torch": torch.__version__}
         content = setup | {"arguments": vars(arguments), "engines": report.measure(running)}
@@ -103,12 +110,16 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _decode(
-    console: Any, lm: Any, ids: torch.Tensor, arguments: argparse.Namespace, running: list[Any]
+    console: Any,
+    lm: Any,
+    argument: str,
+    ids: torch.Tensor,
+    arguments: argparse.Namespace,
+    running: list[Any],
 ) -> None:
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     from torch_cascade.demo.decode import decode
-    from torch_cascade.runtime.prefix_cache import cache_argument
 
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, refresh_per_second=2) as bar:
@@ -120,7 +131,7 @@ def _decode(
 
         decode(
             running,
-            cache_argument(lm),
+            argument,
             ids,
             arguments.branches,
             lm.config.get_text_config().vocab_size,

@@ -11,10 +11,12 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
-from torch_cascade import last_report
+import torch_cascade
 from torch_cascade.demo.decode import differences
 from torch_cascade.demo.engines import Engine
+from torch_cascade.runtime.prefix_cache import SharedPrefixCache
 
 
 def measure(engines: Sequence[Engine]) -> dict[str, dict[str, Any]]:
@@ -57,7 +59,7 @@ def table(numbers: dict[str, dict[str, Any]], branches: int) -> Table:
             f"{row['kv_bytes'] / 2**20:.1f} MiB",
             f"{row['memory']:.2f} x",
             f"{row['compile_s']:.0f} s",
-            f"{branches - len(row['differences'])} of {branches}",
+            f"{branches - len(row['differences'])}/{branches}",
         )
     return drawn
 
@@ -77,8 +79,29 @@ def _until(tokens: list[int], ends: set[int]) -> list[int]:
     return tokens[:stop]
 
 
+def report_text(cascade: Engine, argument: str, fed: Tensor) -> str:
+    """What the compiler found and did in this process.
+
+    Args:
+        cascade: the engine of this package.
+        argument: name under which the model takes its cache.
+        fed: tokens to call the model with, int64 [N, 1], where Inductor's cache had the compiled
+            code from an earlier run: the passes then run once more, for the report alone.
+    """
+    report = torch_cascade.last_report()
+    if any(record.cached for record in report.compilations):
+        shared = cascade.cache
+        prefix = [(layer.prefix_keys, layer.prefix_values) for layer in shared.layers]
+        cache = SharedPrefixCache(prefix, shared.branches, shared.max_suffix)
+        with torch.no_grad():
+            report = torch_cascade.explain(
+                cascade.forward, input_ids=fed, use_cache=True, **{argument: cache}
+            )
+    return str(report)
+
+
 def show(console: Console, engines: Sequence[Engine], tokenizer: Any, branches: int) -> None:
-    """Print everything."""
+    """Print texts, table and agreement."""
     numbers = measure(engines)
     console.print("\n[bold]What the branches wrote[/] (cascade)")
     for text in texts(engines[0], tokenizer):
@@ -98,5 +121,3 @@ def show(console: Console, engines: Sequence[Engine], tokenizer: Any, branches: 
                 f"where the best two were {found['margin']:.1e} logits apart",
                 highlight=False,
             )
-    console.print("\n[bold]What the compiler did[/]")
-    console.print(str(last_report()), markup=False, highlight=False, soft_wrap=True)

@@ -139,6 +139,19 @@ def test_texts_end_at_the_end_token_and_are_told_once():
     assert report.texts(engine, tokenizer) == ["[2 of 2] [5]"]
 
 
+def test_the_report_of_a_cached_graph_is_made_anew(monkeypatch):
+    """Its passes did not run in this process: explain runs them, on a cache of its own."""
+    lm, ids = tiny_model("Llama", torch.float32), torch.randint(3, VOCABULARY, (1, 30))
+    cascade = engines.build(lm, ids, 3, NEW_TOKENS)[0]
+    arguments = (cascade, cache_argument(lm), ids[:, -1:].expand(3, 1).contiguous())
+    fresh = SimpleNamespace(compilations=[SimpleNamespace(cached=False)])
+    monkeypatch.setattr(report.torch_cascade, "last_report", lambda: fresh)
+    assert report.report_text(*arguments) == str(fresh)
+    fresh.compilations[0].cached = True
+    assert "2 of 2 attention sites rewritten" in report.report_text(*arguments)
+    assert int(cascade.cache.get_seq_length()) == 29
+
+
 # --- the prompt -----------------------------------------------------------------------------------
 
 
