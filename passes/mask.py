@@ -30,16 +30,8 @@ from torch_cascade.passes.mask_sight import (
     is_moderate,
     scores_of,
 )
-from torch_cascade.passes.predicate import (
-    Box,
-    Branch,
-    Datum,
-    Tree,
-    apply,
-    if_else,
-    leaves,
-    substitute,
-)
+from torch_cascade.passes.predicate import Branch, Datum, Tree, apply, if_else, leaves, substitute
+from torch_cascade.passes.prover import Box
 from torch_cascade.passes.site import AttentionSite, MaskKind, MaskTerm
 
 _ZERO = sympy.Integer(0)

@@ -15,7 +15,8 @@ from torch import fx
 
 from torch_cascade.compiler.graph import Size, tensor, value
 from torch_cascade.passes.mask_leaves import number
-from torch_cascade.passes.predicate import Index, Range, Tree, apply, both, if_else
+from torch_cascade.passes.predicate import Index, Tree, apply, both, if_else
+from torch_cascade.passes.prover import Range
 
 if TYPE_CHECKING:
     from torch_cascade.passes.mask_elements import Elements

@@ -10,7 +10,8 @@ import sympy
 from torch_cascade.compiler.graph import Size
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_sight import Scores
-from torch_cascade.passes.predicate import AtLeastZero, Box, Prover, Tree, questions
+from torch_cascade.passes.predicate import AtLeastZero, Tree, questions
+from torch_cascade.passes.prover import Box, Prover
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from torch_cascade.passes.mask_leaves import (
 )
 from torch_cascade.passes.mask_rules import aligned
 from torch_cascade.passes.mask_sources import RULES
-from torch_cascade.passes.predicate import Atoms, Index, Prover, Range, Tree, apply, size
+from torch_cascade.passes.predicate import Atoms, Index, Tree, apply, size
+from torch_cascade.passes.prover import Prover, Range
 
 # Trees beyond this, or chains of ops deeper than that, are no mask that could be proved anyway.
 _MOST_LEAVES = 128

@@ -14,7 +14,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_cascade.compiler.graph import Size, tensor, value
-from torch_cascade.passes.predicate import Range, Tree
+from torch_cascade.passes.predicate import Tree
+from torch_cascade.passes.prover import Range
 
 # Sizes, and int64 data that arithmetic is done on, are assumed to be below this in magnitude: so
 # many elements fit into no machine.

@@ -160,9 +160,18 @@ def _reshape(read: Elements, node: fx.Node, index: Index) -> Tree | None:
         flat = _ZERO
         for i, s in zip(taken, new, strict=True):
             flat = flat * s + i
-        moved += [Mod(FloorDiv(flat, product(old[d + 1 :])), s) for d, s in enumerate(old)]
+        moved += [_digit(read, flat, product(old[d + 1 :]), s) for d, s in enumerate(old)]
     complete = not rest and len(moved) == len(shape(source))
     return read.at(source, tuple(moved)) if complete else None
+
+
+def _digit(read: Elements, flat: Size, stride: Size, length: Size) -> Size:
+    """`flat // stride % length`, without the operations that change nothing."""
+    if read.prover.always(stride - 1 - flat, read.box):
+        return _ZERO
+    digit = FloorDiv(flat, stride)
+    below = read.prover.always(stride * length - 1 - flat, read.box)
+    return digit if below else Mod(digit, length)
 
 
 def _groups(

@@ -14,7 +14,8 @@ from torch_cascade.compiler.graph import Size, shape, tensor
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_leaves import Real, Unknown, constant
 from torch_cascade.passes.mask_rules import aligned
-from torch_cascade.passes.predicate import Box, Branch, Index, Range, Tree, apply, leaves
+from torch_cascade.passes.predicate import Branch, Index, Tree, apply, leaves
+from torch_cascade.passes.prover import Box, Range
 from torch_cascade.passes.site import AttentionSite, MaskTerm
 
 # A finite value hides a key as -inf does, in rows that see another key, once the scores it could

@@ -46,6 +46,7 @@ def joint_graphs(
     *args: Any,
     dynamic: bool | None = None,
     prepare: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
+    inner_compile: Callable[..., Any] = boxed,
     **kwargs: Any,
 ) -> list[fx.GraphModule]:
     """Call `fn` compiled and return every functional ATen graph (with `meta["val"]`) in order.
@@ -56,6 +57,7 @@ def joint_graphs(
         dynamic: as for `torch.compile`.
         prepare: edits each Dynamo graph, given its inputs, in place before AOTAutograd, e.g.
             `torch_cascade.compiler.capture.capture`.
+        inner_compile: stands for the rest of Inductor, as for `compile_fx`.
         kwargs: keyword arguments of the call.
 
     Returns:
@@ -67,7 +69,7 @@ def joint_graphs(
         if prepare is not None:
             prepare(gm, inputs)
         patches = {"joint_custom_pre_pass": recorder}
-        return compile_fx(gm, inputs, inner_compile=boxed, config_patches=patches)
+        return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches)
 
     torch._dynamo.reset()
     with torch.no_grad():
@@ -80,6 +82,7 @@ def joint_graph(
     *args: Any,
     dynamic: bool | None = None,
     prepare: Callable[[fx.GraphModule, list[Any]], Any] | None = None,
+    inner_compile: Callable[..., Any] = boxed,
     **kwargs: Any,
 ) -> fx.GraphModule:
     """The last graph of `joint_graphs` (a restarted compilation may show earlier drafts).
@@ -87,7 +90,8 @@ def joint_graph(
     Raises:
         ValueError: nothing was compiled.
     """
-    graphs = joint_graphs(fn, *args, dynamic=dynamic, prepare=prepare, **kwargs)
+    options: dict[str, Any] = {"prepare": prepare, "inner_compile": inner_compile}
+    graphs = joint_graphs(fn, *args, dynamic=dynamic, **options, **kwargs)
     if not graphs:
         raise ValueError("nothing was compiled")
     return graphs[-1]

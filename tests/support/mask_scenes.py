@@ -17,10 +17,14 @@ from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torch_cascade.compiler.capture import capture
 from torch_cascade.compiler.graph import Size, Sizes, fake_mode, shape, size_expr
 from torch_cascade.kernels import ops  # noqa: F401  (defines torch.ops.cascade)
+from torch_cascade.passes.attention import find_attention
 from torch_cascade.passes.mask import MaskReader, SegmentMask
 from torch_cascade.passes.site import AttentionSite, MaskTerm, Operand
+
+from .capture import joint_graph
 
 HUGE = -1e9
 
@@ -241,3 +245,28 @@ def operands(dims: Dims) -> tuple[Tensor, Tensor, Tensor]:
         torch.zeros(dims.N, 2, dims.P, 16),
         torch.zeros(dims.N, 2, dims.S, 16),
     )
+
+
+def attentions(fn: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> list[Values]:
+    """Every attention of a compiled function, with all values of one call.
+
+    Attention calls are captured and hand-written attention is matched as in the real pipeline.
+    """
+    inputs: list[Any] = []
+
+    def keep(gm: fx.GraphModule, example: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        def call(given: list[Any]) -> Any:
+            inputs[:] = given
+            return gm(*given)
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    gm = joint_graph(fn, *args, dynamic=dynamic, prepare=capture, inner_compile=keep)
+    sizes = Sizes.of(gm.graph)
+    found = find_attention(gm.graph, sizes)
+    assert found and all(isinstance(site, AttentionSite) for site in found), found
+    env = Recorded(gm).values(*inputs)
+    symbols = symbol_values(gm.graph, inputs)
+    reader = MaskReader(sizes)
+    return [Values(reader, site, env, symbols) for site in found]
