@@ -123,7 +123,9 @@ class EagerMatcher:
         first, out = found.scores.matmul, found.out.node
         span = self.nodes[self.positions[first] : self.positions[out]]
         derived = {first}
-        derived.update(n for n in span if not derived.isdisjoint(n.all_input_nodes))
+        for node in span:
+            if _holds_values(node) and not derived.isdisjoint(node.all_input_nodes):
+                derived.add(node)
         masks = (mask.node for mask in found.scores.masks)
         for node in (found.v.node, *masks, *found.scores.factor.nodes):
             if node in derived:
@@ -148,9 +150,14 @@ def _operands(matmul: fx.Node) -> tuple[fx.Node, fx.Node]:
     return a, b
 
 
+def _holds_values(node: fx.Node) -> bool:
+    """False for a size asked of a tensor: it does not depend on the tensor's values."""
+    return node.target is not aten.sym_size.int
+
+
 def _reads(user: fx.Node) -> bool:
     """True iff a user needs the values: asking for a size does not, nor does dead code."""
-    return user.target is not aten.sym_size.int and (bool(user.users) or user.is_impure())
+    return _holds_values(user) and (bool(user.users) or user.is_impure())
 
 
 def _decline(reason: Reason, node: fx.Node, detail: str, hint: str = "") -> Declined:

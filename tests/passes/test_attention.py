@@ -139,6 +139,18 @@ def test_sizes_asked_of_the_scores_are_no_use_of_them():
     assert only(check_sites(fn, *qkv(torch.float32), dynamic=True))
 
 
+def test_values_expanded_to_the_sizes_of_the_scores():
+    """Under dynamic=True V's batched shape is often written with sizes asked of the scores."""
+
+    def fn(q, k, v):
+        scores = q @ k.mT * 0.25
+        k, v = (x.expand(scores.shape[0], -1, -1, -1) for x in (k, v))
+        return torch.softmax(scores, -1) @ v
+
+    q, k, v = qkv(torch.float32)
+    assert only(check_sites(fn, q, k, v[:1].clone(), dynamic=True))
+
+
 def test_expanded_prefix_and_transposed_inputs():
     """A batch expanded with sizes of the graph, heads from transposed projections."""
 
