@@ -35,10 +35,18 @@ _STYLE = "text{font:12px monospace}rect{stroke:#555}path{fill:none;stroke:#777}"
 
 @dataclass(frozen=True)
 class _Attention:
-    """One attention: the node that yields it, all of its ops, and the nodes drawn around it."""
+    """One attention.
+
+    Attributes:
+        out: the node that yields it.
+        shared: the keys and values that branches share, with what they are rearranged from.
+        core: its ops, their inputs, and `shared`.
+        shown: all that is drawn.
+    """
 
     out: fx.Node
     shared: frozenset[fx.Node]
+    core: frozenset[fx.Node]
     shown: frozenset[fx.Node]
 
 
@@ -115,12 +123,11 @@ def _attention(dag: nx.DiGraph, out: fx.Node) -> _Attention:
         if _name(part) == "attend" and part.kwargs.get("branches", 1) != 1:
             keys = cast("list[fx.Node]", list(part.args[1:3]))
             shared.update(node for key in keys for node in _base(dag, _whole(key)))
-    above, below = dag.reverse(copy=False), dag
-    shown = {*parts, *shared}
+    core = {*parts, *shared, *(node for part in parts for node in dag.predecessors(part))}
+    shown = {*core, *nx.single_source_shortest_path_length(dag, out, _DOWN)}
     for part in parts:
-        shown.update(nx.single_source_shortest_path_length(above, part, _UP))
-    shown.update(nx.single_source_shortest_path_length(below, out, _DOWN))
-    return _Attention(out, frozenset(shared), frozenset(shown))
+        shown.update(nx.single_source_shortest_path_length(dag.reverse(copy=False), part, _UP))
+    return _Attention(out, frozenset(shared), frozenset(core), frozenset(shown))
 
 
 def _base(dag: nx.DiGraph, node: fx.Node) -> Iterator[fx.Node]:
@@ -132,8 +139,8 @@ def _base(dag: nx.DiGraph, node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _kind(attention: _Attention, printer: Printer) -> str:
-    """Equal for attentions that would be drawn alike."""
-    labels = ("\t".join(_label(node, printer, {})) for node in attention.shown)
+    """Equal for attentions that are drawn alike, but for what stands around them."""
+    labels = ("\t".join(_label(node, printer, {})) for node in attention.core)
     return alike("\n".join(sorted(labels, key=alike)))
 
 
