@@ -22,8 +22,8 @@ _NO_LIMIT = 2**30
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Call a function or a module once, compiled by this backend without code generation.
 
-    Every pass runs, caches are off, and the graphs are then interpreted, so this takes about as
-    long as an eager call and a second of tracing. The call is a real one: what it writes (a KV
+    Every pass runs, caches are off, and the graphs are then interpreted: this takes an eager call
+    and the time of tracing, a second or, for a large model, some. The call is a real one: what it writes (a KV
     cache that grows, say) is written. It neither counts in `counters["cascade"]` nor shows in
     `last_report`, and never raises for `strict`.
 

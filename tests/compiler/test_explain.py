@@ -351,3 +351,15 @@ def test_public_names_load_on_first_use_and_no_others_exist():
     assert re.fullmatch(r"\d+\.\d+\.\d+", torch_cascade.__version__)
     with pytest.raises(AttributeError, match="'torch_cascade' has no attribute 'explane'"):
         _ = torch_cascade.explane
+
+
+def test_a_missing_extra_is_one_line(monkeypatch):
+    for name in [*sys.modules]:
+        if name.startswith(("transformers", "torch_cascade.runtime.prefix")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(vars(torch_cascade), "SharedPrefixCache", raising=False)
+    with pytest.raises(ImportError) as caught:
+        _ = torch_cascade.SharedPrefixCache
+    said = "SharedPrefixCache needs transformers: pip install 'torch-cascade[hf]'"
+    assert str(caught.value) == said
