@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from torch_cascade.compiler.backend import cascade_backend, compile_graph, recent
 from torch_cascade.compiler.journal import Journal
@@ -23,9 +23,9 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     """Call a function or a module once, compiled by this backend without code generation.
 
     Every pass runs, caches are off, and the graphs are then interpreted: this takes an eager call
-    and the time of tracing, a second or, for a large model, some. The call is a real one: what it writes (a KV
-    cache that grows, say) is written. It neither counts in `counters["cascade"]` nor shows in
-    `last_report`, and never raises for `strict`.
+    and the time of tracing, a second or, for a large model, some. The call is a real one: what it
+    writes (a KV cache that grows, say) is written. It neither counts in `counters["cascade"]` nor
+    shows in `last_report`, and never raises for `strict`.
 
     Args:
         fn: what you would compile; or what `torch.compile` returned, then explained with the
@@ -101,6 +101,8 @@ def _unwrapped(fn: Callable[..., Any]) -> _Target:
     """The function or module itself, with the options of the `torch.compile` around it."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
+    if isinstance(fn, nn.Module) and getattr(fn, "_compiled_call_impl", None) is not None:
+        return _Target(fn._call_impl)  # after `module.compile()`: its options are out of reach
     if not isinstance(fn, OptimizedModule):
         return _Target(fn)  # torch.compile unwraps functions
     callback: Any = fn.dynamo_ctx.callback

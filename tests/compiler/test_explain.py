@@ -201,6 +201,16 @@ def test_a_compiled_module_is_explained_with_its_own_options():
     assert "s" in dynamic.sites[0].segments[0].keys
 
 
+def test_what_was_compiled_by_other_backends_is_explained_by_this_one():
+    def other(gm, inputs):
+        raise AssertionError("another backend")
+
+    model = Counting()
+    model.compile(backend=other)
+    assert explain(model, *inputs()).rewritten == 1
+    assert explain(torch.compile(attention, backend=other), *inputs()).rewritten == 1
+
+
 def test_it_leaves_no_trace(monkeypatch):
     before = torch_cascade.last_report().compilations
     monkeypatch.setenv("TORCH_CASCADE_STRICT", "1")  # an error for those who compile
