@@ -109,7 +109,7 @@ def _base(pick: Pick) -> Program:
         dims=dims,
         dtype=dtype,
         heads="same" if sizes.group == 1 else "repeat_kv",
-        dynamic=pick.choice((None, False, None, False, True)),
+        dynamic=pick.choice((None, False, None, False, None, False, True)),
         seed=pick.choice(range(10_000)),
     )
 

@@ -2,8 +2,8 @@
 
 Random keys under a long prefix prove little: the softmax averages a fault away. So a few keys of
 every segment (the first, the last, a random one) point along one query and carry values of +-10;
-half of them along a query of another row, which must not see them. All values are representable
-in bfloat16, so casts between the stored and the program's dtype are exact.
+a quarter of them along the query of any row, which may be one that must not see them. All values
+are representable in bfloat16, so casts between the stored and the program's dtype are exact.
 """
 
 from __future__ import annotations
@@ -57,13 +57,22 @@ class Values:
                 return
             row, head = self.integer(0, keys.shape[0] - 1), self.integer(0, sizes.kv_heads - 1)
             query_head = head * sizes.group + self.integer(0, sizes.group - 1)
-            query = self.q[
-                self.integer(0, sizes.rows - 1), query_head, self.integer(0, sizes.queries - 1)
-            ]
+            reader = self.integer(0, sizes.rows - 1)
+            if self.integer(0, 3):
+                reader = self._reader(index, row)
+            query = self.q[reader, query_head, self.integer(0, sizes.queries - 1)]
             score = (2.0, 6.0, 20.0)[self.integer(0, 2)]
             norm = query.square().sum().clamp(min=0.25) * self.program.scale_value()
             keys[row, head, position] = _grid(query * score / norm)
             values[row, head, position] = 10.0 * (1 - 2 * self.integer(0, 1))
+
+    def _reader(self, index: int, row: int) -> int:
+        """A row of the batch that reads a row of a segment's base."""
+        segment = self.program.segments[index]
+        base = self.sizes.base_rows(segment.rows)
+        group = self.sizes.rows // base
+        other = self.integer(0, group - 1)
+        return other * base + row if segment.rows == "modulo" else row * group + other
 
 
 def arguments(program: Program, call: int) -> Arguments:
