@@ -15,7 +15,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._sympy import functions
 
 from torch_cascade.compiler.graph import Sizes, shape
@@ -148,7 +148,8 @@ def _rounded(value: sympy.Expr, dtype: torch.dtype) -> sympy.Expr | None:
         return value if value.is_integer and dtype != torch.bool else None
     if not value.is_number or value.is_infinite:
         return value
-    return _number(torch.tensor(float(value), dtype=dtype).double().item())
+    with unset_fake_temporarily():
+        return _number(torch.tensor(float(value), dtype=dtype).double().item())
 
 
 def _tensor_constant(node: fx.Node) -> sympy.Expr | None:
@@ -174,7 +175,8 @@ def _attribute(node: fx.Node) -> sympy.Expr | None:
     held = getattr(module, str(node.target), None)
     if not isinstance(held, torch.Tensor) or isinstance(held, FakeTensor) or held.numel() != 1:
         return None
-    return _number(float(held.item())) if held.dtype in FLOATS else None
+    with unset_fake_temporarily():
+        return _number(float(held.item())) if held.dtype in FLOATS else None
 
 
 def factor(arg: Any) -> Factor | None:

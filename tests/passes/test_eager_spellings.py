@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from support import spellings_matmuls, spellings_scores
 from support.site_check import check_sites
 from support.spellings import SPELLINGS, D
 
 from torch_cascade.passes.site import AttentionSite
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+assert spellings_scores and spellings_matmuls and len(SPELLINGS) == 46
 
 
 def summary(site) -> str:

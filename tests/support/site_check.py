@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.compile_fx import compile_fx
 
-from torch_cascade.compiler.graph import Sizes
+from torch_cascade.compiler.graph import Sizes, fake_mode
 from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.attention import find_attention
 from torch_cascade.passes.site import AttentionSite, Operand
@@ -38,10 +38,11 @@ class Run:
     values: dict[fx.Node, Any]
 
     def find(self) -> list[AttentionSite | Declined]:
-        """What `find_attention` says; it must not have added a guard."""
+        """What `find_attention` says, in a fake mode as in the pipeline; it must add no guard."""
         sizes = Sizes.of(self.module.graph)
         before = _guards(sizes)
-        found = find_attention(self.module.graph, sizes)
+        with fake_mode(self.module.graph):
+            found = find_attention(self.module.graph, sizes)
         assert _guards(sizes) == before, "the analysis added guards"
         return found
 
