@@ -24,27 +24,28 @@ class Printer:
     """Prints one graph; holds the renaming of nodes and symbols."""
 
     def __init__(self, graph: fx.Graph, *, renamed: bool = True) -> None:
-        """Names are given in graph order, once; or kept, with `renamed=False`."""
-        self.graph = graph
+        """Names are given in the order of the lines, once; or kept, with `renamed=False`."""
         self.renamed = renamed
-        self.names: dict[fx.Node, str] = {}
         self.symbols: dict[str, str] = {}
-        counts: Counter[str] = Counter()
-        if not renamed:
-            self.names = {node: f"%{node.name}" for node in graph.nodes}
-            return
-        for node in graph.nodes:
-            base = self._base(node)
-            number = counts[base]
-            counts[base] += 1
-            numbered = node.op == "placeholder" or number
-            self.names[node] = f"%{base}{number if node.op == 'placeholder' else f'_{number}'}"
-            if not numbered:
-                self.names[node] = f"%{base}"
+        self.nodes = _by_first_use(graph) if renamed else list(graph.nodes)
+        self.names = self._numbered() if renamed else {n: f"%{n.name}" for n in graph.nodes}
 
     def text(self) -> str:
         """The whole graph, a line a node."""
-        return "\n".join(self.line(node) for node in self.graph.nodes)
+        return "\n".join(self.line(node) for node in self.nodes)
+
+    def _numbered(self) -> dict[fx.Node, str]:
+        """`%cat`, `%cat_1`, ...; inputs are `%arg0`, `%arg1`, ..."""
+        counts: Counter[str] = Counter()
+        names: dict[fx.Node, str] = {}
+        for node in self.nodes:
+            base = self._base(node)
+            number = counts[base]
+            counts[base] += 1
+            separator = "" if node.op == "placeholder" else "_"
+            bare = node.op != "placeholder" and number == 0
+            names[node] = f"%{base}" if bare else f"%{base}{separator}{number}"
+        return names
 
     def _base(self, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -101,3 +102,11 @@ class Printer:
         if isinstance(arg, float):
             return f"{arg:.6g}"
         return str(arg).replace("torch.", "") if isinstance(arg, torch.dtype) else str(arg)
+
+
+def _by_first_use(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes with the inputs in the order in which they are used: Dynamo's order varies."""
+    body = [node for node in graph.nodes if node.op != "placeholder"]
+    used = [n for node in body for n in node.all_input_nodes if n.op == "placeholder"]
+    inputs = dict.fromkeys([*used, *graph.find_nodes(op="placeholder")])
+    return [*inputs, *body]

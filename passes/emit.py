@@ -13,8 +13,9 @@ from torch import fx
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, tensor
 from torch_cascade.passes.axes import Digit
 from torch_cascade.passes.layout import laid_out
+from torch_cascade.passes.pieces import Piece
 from torch_cascade.passes.plan import CascadePlan, Part
-from torch_cascade.passes.prefix import Piece, Segment, axis_size
+from torch_cascade.passes.prefix import Segment, axis_size
 from torch_cascade.passes.site import AttentionSite, MaskTerm
 
 aten = torch.ops.aten

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_cascade.compiler.graph import Sizes, shape, size_expr
 from torch_cascade.passes.axes import Digit, Dim, Dims, distribute, quotient, split_digit
@@ -93,6 +94,11 @@ def _arange(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
     return Dim(dims[0].digits, dims[0].offset + size_expr(start))
 
 
+def _full(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
+    value = node.args[1]
+    return Dim((), size_expr(value)) if _is_size(value) else None  # type: ignore[arg-type]
+
+
 def _divided(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
     floors = node.target is aten.floor_divide.default or node.kwargs.get("rounding_mode") == "floor"
     parts = _by_divisor(node, dims, sizes) if floors else None
@@ -136,7 +142,9 @@ def _constant(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
         return None
     if len(dim.digits) != 1 or not dim.covers(size_expr(tensor.shape[0]), sizes):
         return None
-    return _mixed_radix([int(v) for v in tensor.tolist()], dim.digits[0])
+    with unset_fake_temporarily():  # Inductor's fake mode may be active around the passes
+        values = [int(v) for v in tensor.tolist()]
+    return _mixed_radix(values, dim.digits[0])
 
 
 def _mixed_radix(values: list[int], digit: Digit) -> Dim | None:
@@ -155,6 +163,7 @@ def _mixed_radix(values: list[int], digit: Digit) -> Dim | None:
 
 _VALUES = {
     prims.iota.default: _iota,
+    aten.full.default: _full,
     aten.arange.default: _arange,
     aten.arange.start: _arange,
     aten.arange.start_step: _arange,

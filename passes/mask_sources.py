@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import sympy
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_cascade.compiler.graph import Size, shape, size_expr, tensor
 from torch_cascade.passes.mask_leaves import constant, is_integer, number
@@ -41,7 +42,8 @@ def _literal(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     held = getattr(node.graph.owning_module, str(source.target), None)
     if type(held) is not torch.Tensor or held.numel() != 1:
         return None
-    return constant(held.item())
+    with unset_fake_temporarily():  # Inductor's fake mode may be active around the passes
+        return constant(held.item())
 
 
 @rule(prims.iota.default)

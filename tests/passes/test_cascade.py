@@ -88,15 +88,15 @@ class TestGolden(expecttest.TestCase):
 
     def test_request_prefix(self) -> None:
         self.assertExpectedInline(self.rewritten(attention(), inputs()), """\
-%arg0: f32[6, 5, 7, 16]
+%arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
-%arg2: f32[6, 5, 7, 16]
-%arg3: f32[2, 5, 11, 16]
-%arg4: f32[6, 10, 4, 16]
-%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg1, %arg3, None, branches=3, scale=None)
+%arg2: f32[2, 5, 11, 16]
+%arg3: f32[6, 5, 7, 16]
+%arg4: f32[6, 5, 7, 16]
+%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg1, %arg2, None, branches=3, scale=None)
 %getitem: f32[6, 10, 4, 16] = getitem(%attend, 0)
 %getitem_1: f32[6, 10, 4] = getitem(%attend, 1)
-%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg0, %arg2, None, branches=1, scale=None)
+%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg3, %arg4, None, branches=1, scale=None)
 %getitem_2: f32[6, 10, 4, 16] = getitem(%attend_1, 0)
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
@@ -110,17 +110,17 @@ return [%getitem_4]""")
             return attention(mask)(q, prefix_k, prefix_v, suffix_k, suffix_v)
 
         self.assertExpectedInline(self.rewritten(run, inputs()), """\
-%arg0: f32[6, 5, 7, 16]
+%arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
-%arg2: f32[6, 5, 7, 16]
-%arg3: f32[2, 5, 11, 16]
-%arg4: f32[6, 10, 4, 16]
-%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg1, %arg3, None, branches=3, scale=None)
+%arg2: f32[2, 5, 11, 16]
+%arg3: f32[6, 5, 7, 16]
+%arg4: f32[6, 5, 7, 16]
+%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg1, %arg2, None, branches=3, scale=None)
 %getitem: f32[6, 10, 4, 16] = getitem(%attend, 0)
 %getitem_1: f32[6, 10, 4] = getitem(%attend, 1)
 %iota: i64[4] = iota(4, start=0, step=1, dtype=int64, device=cpu, requires_grad=False)
 %add: i64[4] = add(%iota, 3)
-%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg0, %arg2, None, branches=1, scale=None, q_positions=%add)
+%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg3, %arg4, None, branches=1, scale=None, q_positions=%add)
 %getitem_2: f32[6, 10, 4, 16] = getitem(%attend_1, 0)
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
@@ -135,17 +135,17 @@ return [%getitem_4]""")
 
         self.assertExpectedInline(self.rewritten(run, [mask, *inputs()]), """\
 %arg0: b8[6, 1, 4, 18]
-%arg1: f32[6, 5, 7, 16]
+%arg1: f32[6, 10, 4, 16]
 %arg2: f32[2, 5, 11, 16]
-%arg3: f32[6, 5, 7, 16]
-%arg4: f32[2, 5, 11, 16]
-%arg5: f32[6, 10, 4, 16]
+%arg3: f32[2, 5, 11, 16]
+%arg4: f32[6, 5, 7, 16]
+%arg5: f32[6, 5, 7, 16]
 %slice: b8[6, 1, 4, 11] = slice(%arg0, 3, 0, 11)
-%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg5, %arg2, %arg4, %slice, branches=3, scale=None)
+%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg1, %arg2, %arg3, %slice, branches=3, scale=None)
 %getitem: f32[6, 10, 4, 16] = getitem(%attend, 0)
 %getitem_1: f32[6, 10, 4] = getitem(%attend, 1)
 %slice_1: b8[6, 1, 4, 7] = slice(%arg0, 3, 11, 18)
-%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg5, %arg1, %arg3, %slice_1, branches=1, scale=None)
+%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg1, %arg4, %arg5, %slice_1, branches=1, scale=None)
 %getitem_2: f32[6, 10, 4, 16] = getitem(%attend_1, 0)
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
@@ -159,15 +159,15 @@ return [%getitem_4]""")
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
         self.assertExpectedInline(self.rewritten(run, inputs()), """\
-%arg0: f32[2, 5, 11, 16]
-%arg1: f32[6, 5, 7, 16]
+%arg0: f32[6, 10, 4, 16]
+%arg1: f32[2, 5, 11, 16]
 %arg2: f32[2, 5, 11, 16]
 %arg3: f32[6, 5, 7, 16]
-%arg4: f32[6, 10, 4, 16]
-%reshape: f32[3, 2, 10, 4, 16] = reshape(%arg4, [3, 2, 10, 4, 16])
+%arg4: f32[6, 5, 7, 16]
+%reshape: f32[3, 2, 10, 4, 16] = reshape(%arg0, [3, 2, 10, 4, 16])
 %permute: f32[2, 3, 10, 4, 16] = permute(%reshape, [1, 0, 2, 3, 4])
 %reshape_1: f32[6, 10, 4, 16] = reshape(%permute, [6, 10, 4, 16])
-%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%reshape_1, %arg0, %arg2, None, branches=3, scale=None)
+%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%reshape_1, %arg1, %arg2, None, branches=3, scale=None)
 %getitem: f32[6, 10, 4, 16] = getitem(%attend, 0)
 %getitem_1: f32[6, 10, 4] = getitem(%attend, 1)
 %reshape_2: f32[2, 3, 10, 4, 16] = reshape(%getitem, [2, 3, 10, 4, 16])
@@ -176,7 +176,7 @@ return [%getitem_4]""")
 %reshape_4: f32[2, 3, 10, 4] = reshape(%getitem_1, [2, 3, 10, 4])
 %permute_2: f32[3, 2, 10, 4] = permute(%reshape_4, [1, 0, 2, 3])
 %reshape_5: f32[6, 10, 4] = reshape(%permute_2, [6, 10, 4])
-%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg1, %arg3, None, branches=1, scale=None)
+%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg3, %arg4, None, branches=1, scale=None)
 %getitem_2: f32[6, 10, 4, 16] = getitem(%attend_1, 0)
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%reshape_3, %getitem_2], [%reshape_5, %getitem_3])
@@ -191,15 +191,15 @@ return [%getitem_4]""")
             return torch.softmax(scores, -1) @ v
 
         self.assertExpectedInline(self.rewritten(run, inputs()), """\
-%arg0: f32[6, 5, 7, 16]
+%arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
-%arg2: f32[6, 5, 7, 16]
-%arg3: f32[2, 5, 11, 16]
-%arg4: f32[6, 10, 4, 16]
-%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg1, %arg3, None, branches=3, scale=0.25)
+%arg2: f32[2, 5, 11, 16]
+%arg3: f32[6, 5, 7, 16]
+%arg4: f32[6, 5, 7, 16]
+%attend: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg1, %arg2, None, branches=3, scale=0.25)
 %getitem: f32[6, 10, 4, 16] = getitem(%attend, 0)
 %getitem_1: f32[6, 10, 4] = getitem(%attend, 1)
-%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg4, %arg0, %arg2, None, branches=1, scale=0.25)
+%attend_1: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.attend(%arg0, %arg3, %arg4, None, branches=1, scale=0.25)
 %getitem_2: f32[6, 10, 4, 16] = getitem(%attend_1, 0)
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
@@ -214,28 +214,28 @@ return [%getitem_4]""")
         self.assertExpectedInline(self.rewritten(attention(), values), """\
 %arg0: s0
 %arg1: s1
-%arg2: f32[s0, 5, s1, 16]
-%arg3: s2
-%arg4: s3
-%arg5: f32[s2, 5, s3, 16]
-%arg6: s4
-%arg7: s1
-%arg8: f32[s4, 5, s1, 16]
-%arg9: s2
-%arg10: s3
-%arg11: f32[s2, 5, s3, 16]
-%arg12: s5
-%arg13: s6
-%arg14: f32[s5, 10, s6, 16]
-%floordiv: (s0//s2) = floordiv(%arg0, %arg3)
-%attend: (f32[s5, 10, s6, 16], f32[s5, 10, s6]) = cascade.attend(%arg14, %arg5, %arg11, None, branches=%floordiv, scale=None)
-%getitem: f32[s5, 10, s6, 16] = getitem(%attend, 0)
-%getitem_1: f32[s5, 10, s6] = getitem(%attend, 1)
-%attend_1: (f32[s5, 10, s6, 16], f32[s5, 10, s6]) = cascade.attend(%arg14, %arg2, %arg8, None, branches=1, scale=None)
-%getitem_2: f32[s5, 10, s6, 16] = getitem(%attend_1, 0)
-%getitem_3: f32[s5, 10, s6] = getitem(%attend_1, 1)
-%merge: (f32[s5, 10, s6, 16], f32[s5, 10, s6]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
-%getitem_4: f32[s5, 10, s6, 16] = getitem(%merge, 0)
+%arg2: f32[s2, 10, s3, 16]
+%arg3: f32[s1, 5, s4, 16]
+%arg4: f32[s1, 5, s4, 16]
+%arg5: f32[s0, 5, s5, 16]
+%arg6: f32[s6, 5, s5, 16]
+%arg7: s5
+%arg8: s4
+%arg9: s6
+%arg10: s5
+%arg11: s1
+%arg12: s4
+%arg13: s2
+%arg14: s3
+%floordiv: (s0//s1) = floordiv(%arg0, %arg1)
+%attend: (f32[s2, 10, s3, 16], f32[s2, 10, s3]) = cascade.attend(%arg2, %arg3, %arg4, None, branches=%floordiv, scale=None)
+%getitem: f32[s2, 10, s3, 16] = getitem(%attend, 0)
+%getitem_1: f32[s2, 10, s3] = getitem(%attend, 1)
+%attend_1: (f32[s2, 10, s3, 16], f32[s2, 10, s3]) = cascade.attend(%arg2, %arg5, %arg6, None, branches=1, scale=None)
+%getitem_2: f32[s2, 10, s3, 16] = getitem(%attend_1, 0)
+%getitem_3: f32[s2, 10, s3] = getitem(%attend_1, 1)
+%merge: (f32[s2, 10, s3, 16], f32[s2, 10, s3]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
+%getitem_4: f32[s2, 10, s3, 16] = getitem(%merge, 0)
 return [%getitem_4]""")
 
     def test_declined_graph_is_untouched(self) -> None:

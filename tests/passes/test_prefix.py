@@ -49,7 +49,9 @@ def with_suffix(prefix: Callable[[Tensors, str], torch.Tensor]) -> Build:
     return lambda t, w: torch.cat([prefix(t, w), t[f"suffix_{w}"]], 2)
 
 
-def resolved(build: Build, dynamic: bool | None = None, grouped: bool = False) -> list[tuple[str, str, str]]:
+def resolved(
+    build: Build, dynamic: bool | None = None, grouped: bool = False
+) -> list[tuple[str, str, str]]:
     """(rows, branches, keys) of each segment that `build` gives for K and V."""
     found = found_segments(build, build, dynamic, grouped)
     assert not isinstance(found, Declined), found
@@ -79,15 +81,15 @@ REQUEST = {
     "unsqueeze expand flatten": lambda t, w: (
         t[f"request_{w}"].unsqueeze(1).expand(-1, T, -1, -1, -1).flatten(0, 1)
     ),
-    "index by an interleaved arange": lambda t, w: (
-        t[f"request_{w}"][torch.arange(B).repeat_interleave(T)]
-    ),
-    "index_select by arange // T": lambda t, w: (
-        t[f"request_{w}"].index_select(0, torch.arange(N) // T)
+    "index by an interleaved arange": lambda t, w: t[f"request_{w}"][
+        torch.arange(B).repeat_interleave(T)
+    ],
+    "index_select by arange // T": lambda t, w: t[f"request_{w}"].index_select(
+        0, torch.arange(N) // T
     ),
     "index by a constant": lambda t, w: t[f"request_{w}"][torch.tensor([0] * T + [1] * T)],
-    "stack of copies on a new dim": lambda t, w: (
-        torch.stack([t[f"request_{w}"]] * T, 1).flatten(0, 1)
+    "stack of copies on a new dim": lambda t, w: torch.stack([t[f"request_{w}"]] * T, 1).flatten(
+        0, 1
     ),
     "transposed cache": lambda t, w: interleaved(t[f"rows_{w}"].transpose(1, 2), T),
     "expanded before it is transposed": lambda t, w: interleaved(t[f"rows_{w}"], T).transpose(1, 2),
@@ -159,7 +161,9 @@ def test_head_expansion_is_looked_through_and_shares_nothing() -> None:
         return x[:, :, None].expand(n, h, G, k, d).reshape(n, h * G, k, d)
 
     assert resolved(lambda t, w: grouped(t[f"suffix_{w}"]), grouped=True) == [("n", "1", f"0+{S}")]
-    shared = resolved(lambda t, w: grouped(with_suffix(REQUEST["repeat_interleave"])(t, w)), grouped=True)
+    shared = resolved(
+        lambda t, w: grouped(with_suffix(REQUEST["repeat_interleave"])(t, w)), grouped=True
+    )
     assert shared == [(f"n // {T}", str(T), f"0+{P}"), ("n", "1", f"{P}+{S}")]
 
 
@@ -212,10 +216,9 @@ NOT_SHARED = {
     "one branch overwritten": lambda t, w: interleaved(t[f"request_{w}"], T).index_fill(
         0, torch.tensor([3]), 0.5
     ),
-    "heads expanded of a batch that is whole": lambda t, w: t[f"few_{w}"]
-    .expand(-1, H, -1, -1)
-    .repeat_interleave(T, 0)
-    .add(0.0 if w == "k" else 1.0),
+    "heads expanded of a batch that is whole": lambda t, w: (
+        t[f"few_{w}"].expand(-1, H, -1, -1).repeat_interleave(T, 0).add(0.0 if w == "k" else 1.0)
+    ),
     "a rolled batch": lambda t, w: interleaved(t[f"request_{w}"], T).roll(1, 0),
 }
 
