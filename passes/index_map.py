@@ -96,7 +96,7 @@ def _arange(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
 
 def _full(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
     value = node.args[1]
-    return Dim((), size_expr(value)) if _is_size(value) else None  # type: ignore[arg-type]
+    return Dim((), size_expr(value)) if _is_size(value) else None
 
 
 def _divided(node: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
