@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import sympy
 import torch
@@ -30,7 +31,16 @@ from torch_cascade.passes.mask_sight import (
     is_moderate,
     scores_of,
 )
-from torch_cascade.passes.predicate import Branch, Datum, Tree, apply, if_else, leaves, substitute
+from torch_cascade.passes.predicate import (
+    Branch,
+    Datum,
+    Tree,
+    apply,
+    both,
+    if_else,
+    leaves,
+    substitute,
+)
 from torch_cascade.passes.prover import Box
 from torch_cascade.passes.site import AttentionSite, MaskKind, MaskTerm
 
@@ -153,29 +163,39 @@ class MaskReader:
                 terms += found[1]
             else:
                 assert term is not None, "torch's causal rule is a bound on key - query"
-                terms.append(self._same(scores, term.node, _shown(whole)) or term)
+                same = self._terms(scores, term.node, [_shown(whole)], Bounds())
+                terms += same or [term]
         return bounds, tuple(terms)
 
     def _expressed(
         self, scores: Scores, term: MaskTerm | None, tree: Tree
     ) -> tuple[Bounds, list[MaskTerm]] | None:
         """A tree as bounds and as smaller masks; None: the mask has to be read as it is."""
-        literals = conjunction(tree)
-        if literals is None:
-            return None
+        conditions, rest = conjunction(tree)
         bounds = Bounds()
-        terms: list[MaskTerm] = []
-        for condition in literals:
+        left: list[Tree] = []
+        for condition in conditions:
             found = self._bound(scores, condition)
             joint = None if found is None else bounds.joined(found, self._prover)
-            part = self._same(scores, term.node, condition) if term and joint is None else None
-            if joint is None and part is None:
-                return None
             bounds = joint or bounds
-            terms += [part] if part is not None else []
-        if len(terms) > 1 and bounds == Bounds():
-            return None  # nothing to gain over the mask as it stands
-        return bounds, terms
+            left += [condition] if joint is None else []
+        left += [] if rest is Sight.VISIBLE else [_shown(rest)]
+        if not left:
+            return bounds, []
+        terms = None if term is None else self._terms(scores, term.node, left, bounds)
+        return None if terms is None else (bounds, terms)
+
+    def _terms(
+        self, scores: Scores, mask: fx.Node, left: Sequence[Tree], bounds: Bounds
+    ) -> list[MaskTerm] | None:
+        """Bool tensors that say what is left of a mask beside bounds, None if there are none."""
+        if None in left:
+            return None
+        one = self._same(scores, mask, reduce(both, left))
+        if one is not None or bounds == Bounds():
+            return None if one is None else [one]
+        several = [self._same(scores, mask, tree) for tree in left]
+        return [term for term in several if term] if None not in several else None
 
     def _bound(self, scores: Scores, condition: Branch) -> Bounds | None:
         if isinstance(condition.atom, Datum):
@@ -183,10 +203,8 @@ class MaskReader:
         expr = condition.atom.expr
         return bound_of(self._read, scores, expr if condition.then else -expr - 1)
 
-    def _same(self, scores: Scores, mask: fx.Node, visible: Tree | None) -> MaskTerm | None:
+    def _same(self, scores: Scores, mask: fx.Node, visible: Tree) -> MaskTerm | None:
         """The innermost bool tensor that a mask is made of and that says what `visible` says."""
-        if visible is None:
-            return None
         if mask not in self._ancestors:
             self._ancestors[mask] = _ancestors(mask)
         kinds: dict[Tree, MaskKind] = {visible: "keep", if_else(visible, False, True): "drop"}

@@ -10,7 +10,7 @@ import sympy
 from torch_cascade.compiler.graph import Size
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_sight import Scores
-from torch_cascade.passes.predicate import AtLeastZero, Tree, questions
+from torch_cascade.passes.predicate import AtLeastZero, Tree, branches
 from torch_cascade.passes.prover import Box, Prover
 
 
@@ -81,7 +81,7 @@ def edges(scores: Scores, trees: Sequence[Tree]) -> Iterator[Size]:
 
 def _comparisons(trees: Sequence[Tree]) -> Iterator[AtLeastZero]:
     for tree in trees:
-        yield from (atom for atom in questions(tree) if isinstance(atom, AtLeastZero))
+        yield from (b.atom for b in branches(tree) if isinstance(b.atom, AtLeastZero))
 
 
 def _slope(scores: Scores, expr: Size) -> int:

@@ -139,7 +139,7 @@ class Elements:
             return leaf  # type: ignore[no-any-return]
         if is_constant(leaf):
             return cast(leaf, source, target)
-        if leaf is Unknown.FLOAT:
+        if leaf is Unknown.FLOAT or (self.is_data(leaf) and target == torch.bool):
             return None
         if target == torch.bool:
             negative, positive = map(self.atoms.at_least_zero, (-leaf - 1, leaf - 1))

@@ -14,7 +14,7 @@ from torch_cascade.compiler.graph import Size, shape, tensor
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_leaves import Real, Unknown, constant
 from torch_cascade.passes.mask_rules import aligned
-from torch_cascade.passes.predicate import Branch, Index, Tree, apply, leaves
+from torch_cascade.passes.predicate import Branch, Index, Tree, apply, branches, given, leaves
 from torch_cascade.passes.prover import Box, Range
 from torch_cascade.passes.site import AttentionSite, MaskTerm
 
@@ -114,16 +114,21 @@ def is_moderate(leaf: Any) -> bool:
     return leaf.value == -math.inf or abs(leaf.value) <= _MODERATE
 
 
-def conjunction(tree: Tree) -> list[Branch] | None:
-    """The conditions (trees of bools with one atom) if a tree says "visible iff all of these"."""
+def conjunction(tree: Tree) -> tuple[list[Branch], Tree]:
+    """A tree as "visible iff all of these, and the rest".
+
+    Returns:
+        Conditions (trees of bools with one atom) without which nothing is visible; and the tree
+        that remains where they hold.
+    """
     conditions: list[Branch] = []
-    while isinstance(tree, Branch):
-        if tree.other is not Sight.HIDDEN and tree.then is not Sight.HIDDEN:
-            return None
-        holds = tree.other is Sight.HIDDEN
-        conditions.append(replace(tree, then=holds, other=not holds))
-        tree = tree.then if holds else tree.other
-    return conditions if tree is Sight.VISIBLE else None
+    for branch in branches(tree):
+        for holds in (True, False):
+            if given(tree, branch.atom, not holds) is Sight.HIDDEN:
+                conditions.append(replace(branch, then=holds, other=not holds))
+                tree = given(tree, branch.atom, holds)
+                break
+    return conditions, tree
 
 
 def _values(read: Elements, site: AttentionSite, term: MaskTerm, index: Index) -> Tree:

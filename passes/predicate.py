@@ -137,6 +137,15 @@ def both(a: Tree, b: Tree) -> Tree:
     return if_else(a, b, False)
 
 
+def given(tree: Tree, atom: Atom, holds: bool) -> Tree:
+    """A tree where it is known whether an atom holds."""
+    if not isinstance(tree, Branch):
+        return tree
+    if tree.atom == atom:
+        return tree.then if holds else tree.other
+    return choose(tree, given(tree.then, atom, holds), given(tree.other, atom, holds))
+
+
 def size(tree: Tree) -> int:
     """Number of leaves."""
     return size(tree.then) + size(tree.other) if isinstance(tree, Branch) else 1
@@ -151,12 +160,12 @@ def leaves(tree: Tree) -> Iterator[Hashable]:
         yield tree
 
 
-def questions(tree: Tree) -> Iterator[Atom]:
-    """Every atom asked in a tree, once for each place."""
+def branches(tree: Tree) -> Iterator[Branch]:
+    """Every inner node, once for each place, from the root down."""
     if isinstance(tree, Branch):
-        yield tree.atom
-        yield from questions(tree.then)
-        yield from questions(tree.other)
+        yield tree
+        yield from branches(tree.then)
+        yield from branches(tree.other)
 
 
 def substitute(tree: Tree, atoms: Atoms, variable: sympy.Symbol, by: Size) -> Tree:
