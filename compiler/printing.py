@@ -105,8 +105,7 @@ class Printer:
 
 
 def _by_first_use(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes with the inputs in the order in which they are used: Dynamo's order varies."""
+    """The nodes, inputs first as they are used (Dynamo's order varies); unused ones left out."""
     body = [node for node in graph.nodes if node.op != "placeholder"]
     used = [n for node in body for n in node.all_input_nodes if n.op == "placeholder"]
-    inputs = dict.fromkeys([*used, *graph.find_nodes(op="placeholder")])
-    return [*inputs, *body]
+    return [*dict.fromkeys(used), *body]

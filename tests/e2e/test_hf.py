@@ -27,7 +27,10 @@ def decode(model, forward, ids, steps, **options) -> torch.Tensor:
 def test_families(family: str, attention: str, max_suffix: int | None) -> None:
     """Every layer is rewritten, and the logits are as right as eager's."""
     torch.manual_seed(0)
-    model = tiny_model(family, torch.float32, attn_implementation=attention)
+    try:
+        model = tiny_model(family, torch.float32, attn_implementation=attention)
+    except ValueError as refusal:  # GPT-J had no SDPA before transformers 5.20
+        pytest.skip(str(refusal).partition(". ")[0])
     if family == "Mixtral":
         model.set_experts_implementation("batched_mm")  # the eager one breaks the graph
     ids = torch.randint(3, VOCABULARY, (1, P))

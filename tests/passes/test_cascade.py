@@ -219,14 +219,6 @@ return [%getitem_4]""")
 %arg4: f32[s1, 5, s4, 16]
 %arg5: f32[s0, 5, s5, 16]
 %arg6: f32[s6, 5, s5, 16]
-%arg7: s5
-%arg8: s4
-%arg9: s6
-%arg10: s5
-%arg11: s1
-%arg12: s4
-%arg13: s2
-%arg14: s3
 %floordiv: (s0//s1) = floordiv(%arg0, %arg1)
 %attend: (f32[s2, 10, s3, 16], f32[s2, 10, s3]) = cascade.attend(%arg2, %arg3, %arg4, None, branches=%floordiv, scale=None)
 %getitem: f32[s2, 10, s3, 16] = getitem(%attend, 0)
