@@ -18,6 +18,7 @@ from torch_cascade.compiler.graph import Sizes, show
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import Compilation
+from torch_cascade.passes.bodies import body_records, is_body
 from torch_cascade.passes.cascade import CascadePass
 from torch_cascade.passes.cleanup import CleanupPass
 from torch_cascade.passes.lower import LowerPass
@@ -63,6 +64,9 @@ class Pipeline(CustomGraphPass):
         for user_pass in self.users:
             user_pass(graph)
         if not _has_tensors(graph):
+            return
+        if is_body(graph):
+            self.record.sites += body_records(graph, Sizes.of(graph))
             return
         self.record.restart()
         self.record.before = self.record.after = show(graph, renamed=False)

@@ -11,7 +11,7 @@ from torch import fx
 
 from torch_cascade.compiler.cost import Decision
 from torch_cascade.compiler.options import Options
-from torch_cascade.compiler.report import Declined
+from torch_cascade.compiler.report import Declined, Reason
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ class SiteRecord:
     segments: tuple[SegmentRecord, ...] = ()
     decision: Decision | None = None
     declined: Declined | None = None
+
+    @property
+    def refused_at_capture(self) -> bool:
+        """True for a call of this graph itself that was not raised; AOTAutograd takes it apart."""
+        body = Reason.HIGHER_ORDER_BODY
+        return self.declined is not None and not self.form and self.declined.reason is not body
 
     @property
     def rewritten(self) -> bool:
@@ -99,7 +105,7 @@ class Compilation:
         find it again, hand-written in the same line of the user. Its rewrite is then the truth;
         its second refusal is dropped.
         """
-        refused = [site for site in self.sites if not site.form]
+        refused = [site for site in self.sites if site.refused_at_capture]
         for site in found:
             twin = next(
                 (r for r in refused if site.form == "eager" and r.where == site.where), None

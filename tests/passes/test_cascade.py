@@ -390,3 +390,35 @@ def test_a_growing_suffix_compiles_no_more_often_than_under_inductor() -> None:
         return counter.frame_count
 
     assert compiles(eager_cascade(decide="always")) <= compiles("eager")
+
+
+def hand_written(q, prefix_k, prefix_v, suffix_k, suffix_v):
+    k = joined(prefix_k, suffix_k).repeat_interleave(G, 1)
+    v = joined(prefix_v, suffix_v).repeat_interleave(G, 1)
+    return torch.softmax(q @ k.transpose(-1, -2) * 0.3, -1) @ v
+
+
+def test_bodies_of_higher_order_ops_are_declined() -> None:
+    """Found, reported, left alone; attention beside them is rewritten."""
+
+    def run(*values):
+        inside = torch.cond(values[0].sum() > 0, hand_written, lambda q, *_: q.clone(), values)
+        return hand_written(*values) + inside
+
+    values = inputs()
+    assert torch.allclose(compiled(run, values), run(*values), atol=1e-4)
+    body, beside = last_compilation().sites
+    assert body.declined.reason is Reason.HIGHER_ORDER_BODY and "k.transpose" in body.where
+    assert beside.rewritten
+
+
+def test_bodies_with_several_call_sites_are_declined() -> None:
+    region = torch.compiler.nested_compile_region(hand_written)
+
+    def run(q, *values):
+        return region(q, *values) + region(q * 2, *values)
+
+    values = inputs()
+    assert torch.allclose(compiled(run, values), run(*values), atol=1e-4)
+    reasons = {site.declined.reason for site in last_compilation().sites}
+    assert reasons <= {Reason.HIGHER_ORDER_BODY}
