@@ -211,9 +211,9 @@ class MaskReader:
         for (node, index), tree in self._read.memo.items():
             if tree not in kinds or node not in self._ancestors[mask]:
                 continue
-            sizes = shape(node)
-            fits = len(index) <= len(scores.index) and index == aligned(scores.index, sizes)
-            if fits and tensor(node).dtype == torch.bool:
+            whole = len(index) <= len(scores.index) and index == aligned(scores.index, shape(node))
+            is_bool = tensor(node).dtype == torch.bool
+            if whole and is_bool and tensor(node).device == tensor(mask).device:
                 return MaskTerm(node, kinds[tree])
         return None
 

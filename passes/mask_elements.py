@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from torch_cascade.compiler.graph import Size, Sizes, shape, size_expr, tensor, value
 from torch_cascade.passes.mask_arithmetic import LEAF_RULES
@@ -100,13 +101,12 @@ class Elements:
 
     def _read(self, node: fx.Node, index: Index) -> Tree | None:
         target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        if node.op != "call_function":
             return None
         if target in RULES:
             return RULES[target](self, node, index)
-        if torch.Tag.pointwise in target.tags:
-            return self._pointwise(node, index)
-        return None
+        pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+        return self._pointwise(node, index) if pointwise else None
 
     def _pointwise(self, node: fx.Node, index: Index) -> Tree | None:
         operands = node.all_input_nodes

@@ -8,6 +8,7 @@ data. A rule answers None where it cannot say.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -106,7 +107,7 @@ def _transpose(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     return read.at(source_of(node), tuple(moved))
 
 
-def _position(read: Elements, given: Any, length: Size) -> Size | None:
+def position_in(read: Elements, given: Any, length: Size) -> Size | None:
     """A start or an index counted from the front, None where its sign is not known."""
     position = _ZERO if given is None else size_expr(given)
     if read.prover.known(position):
@@ -119,7 +120,7 @@ def _position(read: Elements, given: Any, length: Size) -> Size | None:
 @rule(aten.slice.Tensor)
 def _slice(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     dim = argument(node, 1, "dim", 0) % len(index)
-    start = _position(read, argument(node, 2, "start"), shape(source_of(node))[dim])
+    start = position_in(read, argument(node, 2, "start"), shape(source_of(node))[dim])
     step = size_expr(argument(node, 4, "step", 1))
     if start is None:
         return None
@@ -130,10 +131,33 @@ def _slice(read: Elements, node: fx.Node, index: Index) -> Tree | None:
 def _select(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     source = source_of(node)
     dim = argument(node, 1, "dim") % len(shape(source))
-    position = _position(read, argument(node, 2, "index"), shape(source)[dim])
+    position = position_in(read, argument(node, 2, "index"), shape(source)[dim])
     if position is None:
         return None
     return read.at(source, (*index[:dim], position, *index[dim:]))
+
+
+@rule(prims.rev.default, aten.flip.default)
+def _reversed(read: Elements, node: fx.Node, index: Index) -> Tree | None:
+    flipped = {d % len(index) for d in argument(node, 1, "dims")}
+    pairs = zip(index, shape(node), strict=True)
+    return read.at(
+        source_of(node), tuple(s - 1 - i if d in flipped else i for d, (i, s) in enumerate(pairs))
+    )
+
+
+@rule(operator.getitem)
+def _piece(read: Elements, node: fx.Node, index: Index) -> Tree | None:
+    """One tensor of a split or an unbind."""
+    pieces, which = source_of(node), argument(node, 1, "index")
+    if pieces.target is aten.unbind.int:
+        dim = argument(pieces, 1, "dim", 0) % (len(index) + 1)
+        return read.at(source_of(pieces), (*index[:dim], sympy.Integer(which), *index[dim:]))
+    if pieces.target is not aten.split_with_sizes.default:
+        return None
+    dim = argument(pieces, 2, "dim", 0) % len(index)
+    lengths = [size_expr(s) for s in argument(pieces, 1, "split_sizes")[:which]]
+    return read.at(source_of(pieces), replaced(index, dim, index[dim] + sum(lengths, _ZERO)))
 
 
 @rule(aten.repeat.default)

@@ -1,4 +1,4 @@
-"""Rules of ops that make elements (iota, fills, literals) or join them (cat, pad, index, tril)."""
+"""Rules of ops that make elements (iota, fills, literals), join them (cat, pad), or write them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch_cascade.passes.mask_rules import (
     Rule,
     aligned,
     argument,
+    position_in,
     replaced,
     rule,
     source_of,
@@ -120,6 +121,47 @@ def _to_copy(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     return _as_dtype(read, source_of(node), index, node)
 
 
+@rule(aten.copy.default)
+def _copy(read: Elements, node: fx.Node, index: Index) -> Tree | None:
+    source = node.args[1]
+    assert isinstance(source, fx.Node)
+    return _as_dtype(read, source, aligned(index, shape(source)), node)
+
+
+@rule(aten.slice_scatter.default)
+def _slice_scatter(read: Elements, node: fx.Node, index: Index) -> Tree | None:
+    """`x[..., start:end] = written` along one dim."""
+    source, written = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(written, fx.Node)
+    dim = argument(node, 2, "dim", 0) % len(index)
+    start = position_in(read, argument(node, 3, "start"), shape(source)[dim])
+    if start is None or argument(node, 5, "step", 1) != 1:
+        return None
+    moved = index[dim] - start
+    inside = _within(read, moved, shape(written)[dim])
+    there = read.at(written, replaced(index, dim, moved))
+    return if_else(inside, there, read.at(source, index))
+
+
+@rule(aten.select_scatter.default)
+def _select_scatter(read: Elements, node: fx.Node, index: Index) -> Tree | None:
+    """`x[..., position] = written` along one dim."""
+    source, written = node.args[:2]
+    assert isinstance(source, fx.Node) and isinstance(written, fx.Node)
+    dim = argument(node, 2, "dim") % len(index)
+    position = position_in(read, argument(node, 3, "index"), shape(source)[dim])
+    if position is None:
+        return None
+    inside = _within(read, index[dim] - position, sympy.Integer(1))
+    return if_else(inside, read.at(written, replaced(index, dim)), read.at(source, index))
+
+
+def _within(read: Elements, position: Size, length: Size) -> Tree:
+    """0 <= position < length."""
+    at_least_zero = read.atoms.at_least_zero
+    return both(at_least_zero(position), at_least_zero(length - 1 - position))
+
+
 @rule(aten.constant_pad_nd.default)
 def _pad(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     source, dtype = source_of(node), tensor(node).dtype
@@ -128,11 +170,8 @@ def _pad(read: Elements, node: fx.Node, index: Index) -> Tree | None:
     moved = list(index)
     for dim, left, right in zip(reversed(range(len(index))), pads[::2], pads[1::2], strict=False):
         moved[dim] = index[dim] - left
-        if left != 0:
-            inside = both(inside, read.atoms.at_least_zero(moved[dim]))
-        if right != 0:
-            end = shape(source)[dim] - 1 - moved[dim]
-            inside = both(inside, read.atoms.at_least_zero(end))
+        if left != 0 or right != 0:
+            inside = both(inside, _within(read, moved[dim], shape(source)[dim]))
     fill = number(argument(node, 2, "value", 0.0), dtype)
     return if_else(inside, read.at(source, tuple(moved)), fill) if fill is not None else None
 

@@ -102,6 +102,11 @@ CAUSAL = [
     ("keep", "(ar(K)[ar(K)] <= (ar(Q) + P)[:, None])"),
     ("keep", "(ar(K).expand(N, K)[ar(N)[:, None, None], ar(K)][:, None] <= (ar(Q) + P)[:, None])"),
     ("keep", "(ar(K)[None, :] <= ar(Q)[:, None] + P) & (ar(N)[:, None, None, None] < N)"),
+    ("keep", "torch.ones(Q, K, dtype=torch.bool).slice_scatter(torch.ones(Q, S).tril() > 0, 1, P)"),
+    ("keep", "torch.ones(Q, K).tril(P).select_scatter(torch.ones(Q), 1, 0) > 0"),
+    ("keep", "torch.cat(torch.ones(Q, K, dtype=torch.bool).tril(P).split([P, S], 1), 1)"),
+    ("keep", "(K - 1 - ar(K).flip(0))[None, :] <= ar(Q)[:, None] + P"),
+    ("keep", "ar(K).expand(2, K).unbind(0)[1][None] <= ar(Q)[:, None] + P"),
     ("add", f"torch.where({KEY} <= {QUERY} + P, 0.0, -inf)"),
     ("add", f"torch.where({KEY} > {QUERY} + P, -inf, 0.0)"),
     ("add", f"torch.where({KEY} <= {QUERY} + P, torch.tensor(0.0), torch.tensor(-inf))"),
@@ -148,6 +153,7 @@ def test_the_causal_rule_is_read_with_symbolic_sizes(kind, text):
 
 
 TREE = [
+    "torch.zeros(Q, K).slice_scatter(torch.ones(Q, P), 1, 0, P).slice_scatter(dqs * 1.0, 1, P) > 0",
     "torch.cat([torch.ones(Q, P, dtype=torch.bool), dqs], -1)",
     "torch.cat([dqs.new_ones(Q, P), dqs], -1)[None, None].expand(N, 1, Q, K)",
     "F.pad(dqs, (P, 0), value=True)",
@@ -280,7 +286,9 @@ NOT_VISIBLE = [
     ("keep", f"({KEY} + (2**63 - 10)) >= 0"),
     ("keep", f"({KEY} // 4) <= 1"),
     ("keep", f"({KEY} % 4) < 3"),
-    ("keep", f"{KEY}.flip(-1) <= {QUERY} + P"),
+    ("keep", f"{KEY}.flip(-1) <= {QUERY} + P - 3"),
+    ("keep", f"torch.sort({KEY}, -1, descending=True)[0] <= {QUERY} + P"),
+    ("keep", f"{KEY}.cumsum(-1) <= {QUERY} + P"),
     ("keep", f"{KEY}.roll(1, -1) < P"),
     ("keep", "dqk"),
     ("keep", "dqk | dnk[:, None, None, :]"),

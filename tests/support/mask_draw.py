@@ -113,6 +113,10 @@ class Draw:
             f"{whole(a)}.reshape(N * H, Q, K).view(N, H, Q, K)",
             f"{whole(a)}.permute(2, 3, 0, 1).permute(2, 3, 0, 1)",
             f"torch.cat([{whole(a)}[..., :P], {whole(b)}[..., P:]], -1)",
+            f"{whole(a)}.slice_scatter({whole(b)}[..., P:], -1, P)",
+            f"{whole(a)}.select_scatter({whole(b)}[:, :, 0], 2, 0)",
+            f"{whole(a)}.flip(-1)",
+            f"{whole(a)}.to(torch.float16).masked_fill({b}, 0.0) > 0",
             f"F.pad({whole(a)}[..., P:], (P, 0), value={self.pick('True', 'False')})",
         )
 
