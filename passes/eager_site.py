@@ -70,7 +70,11 @@ def eager_site(found: Matmuls, sizes: Sizes) -> AttentionSite | Declined:
     apart = builder.site()
     if isinstance(apart, AttentionSite):
         return apart
-    if len(shape(found.softmax.scores)) > 4 or builder.keys_have_heads():
+    dims = len(shape(found.softmax.scores))
+    if dims > 4:
+        detail = f"scores of {dims} dims: heads in groups, or rows of more than one dim"
+        return Declined(Reason.RANK, found.out.node.name, detail)
+    if builder.keys_have_heads():
         return apart
     merged = _Builder(found, _ONE_BATCH, sizes).site()
     return merged if isinstance(merged, AttentionSite) else apart
