@@ -25,6 +25,8 @@ from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from torch_cascade.compiler.size_nodes import SizeNode
+
 Size: TypeAlias = sympy.Expr
 SizeLike: TypeAlias = "int | torch.SymInt | sympy.Expr"
 
@@ -216,9 +218,9 @@ class Emitter:
             expr = self.mode.shape_env.replace(expr)
         if expr.is_number:
             return int(expr)
-        env = {symbol: _Arithmetic(self, self._symbol(symbol)) for symbol in expr.free_symbols}
+        env = {symbol: SizeNode(self._symbol(symbol), self.call) for symbol in expr.free_symbols}
         result = sympy_interp(PythonReferenceAnalysis, cast("Any", env), expr)
-        return cast("int | fx.Node", result.node if isinstance(result, _Arithmetic) else result)
+        return cast("int | fx.Node", result.node if isinstance(result, SizeNode) else result)
 
     def _sizes(self, args: Any) -> Any:
         if isinstance(args, sympy.Expr):
@@ -241,32 +243,6 @@ class Emitter:
             if symbol in (sizes := shape(node)):
                 return self.call(aten.sym_size.int, node, sizes.index(symbol))
         raise ValueError(f"no graph input holds the size symbol {symbol}")
-
-
-class _Arithmetic:
-    """A SymInt node under Python operators: `sympy_interp` builds size arithmetic with it."""
-
-    def __init__(self, emitter: Emitter, node: fx.Node) -> None:
-        self.emitter = emitter
-        self.node = node
-
-    def _binary(self, target: Any, *args: Any) -> _Arithmetic:
-        raw = [a.node if isinstance(a, _Arithmetic) else a for a in args]
-        return _Arithmetic(self.emitter, self.emitter.call(target, *raw))
-
-
-def _install_operators() -> None:
-    import operator
-
-    for name in ("add", "sub", "mul", "floordiv", "mod", "pow", "neg"):
-        target = getattr(operator, name)
-        forward = lambda self, *other, t=target: self._binary(t, self, *other)  # noqa: E731
-        reverse = lambda self, other, t=target: self._binary(t, other, self)  # noqa: E731
-        setattr(_Arithmetic, f"__{name}__", forward)
-        setattr(_Arithmetic, f"__r{name}__", reverse)
-
-
-_install_operators()
 
 
 def show(graph: fx.Graph, *, renamed: bool = True) -> str:

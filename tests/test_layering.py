@@ -19,6 +19,7 @@ LEAVES = {
         "device",
         "graph",
         "printing",
+        "size_nodes",
         "pass_base",
     )
 }
