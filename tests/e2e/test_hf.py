@@ -44,3 +44,34 @@ def test_families(family: str, attention: str, max_suffix: int | None) -> None:
         reference = decode(double, double, ids, steps, max_suffix=max_suffix)
     assert [s.rewritten for s in layers] == [True, True], [str(s.declined) for s in layers]
     assert_close_to_reference(actual, eager, reference)
+
+
+def decode_compiles(model, cache_of, backend, steps: int) -> int:
+    """How often a decode loop of one token a step compiles."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    run = torch.compile(model, backend=counter)
+    cache = cache_of()
+    for _ in range(steps):
+        run(torch.randint(3, VOCABULARY, (T, 1)), past_key_values=cache)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_decode_loop_compiles_no_more_often_than_under_inductor(shared: bool) -> None:
+    """With the stock cache (expanded once, nothing to rewrite) and with the shared one."""
+    model = tiny_model("Llama", torch.float32)
+    ids = torch.randint(3, VOCABULARY, (1, P))
+
+    def cache_of():
+        prefill = DynamicCache()
+        model(ids, use_cache=True, past_key_values=prefill)
+        if shared:
+            return SharedPrefixCache(prefill, branches=T)
+        prefill.batch_repeat_interleave(T)
+        return prefill
+
+    with torch.no_grad():
+        stock = decode_compiles(model, cache_of, "aot_eager", steps=64)
+        ours = decode_compiles(model, cache_of, eager_cascade(decide="always"), steps=64)
+    assert ours <= stock, (ours, stock)
