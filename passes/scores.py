@@ -18,7 +18,7 @@ from torch import fx
 from torch_cascade.compiler.graph import Sizes, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import Dims
-from torch_cascade.passes.labels import above, same_shape
+from torch_cascade.passes.labels import SAME_ORDER, above, same_shape
 from torch_cascade.passes.scalars import (
     DIVIDES,
     FLOATS,
@@ -238,6 +238,8 @@ def _stuck(place: _Place) -> Declined | None:
         return None
     if node.target in MULTIPLIES | DIVIDES and node.args[0] is not node.args[1]:
         return _decline(Reason.TENSOR_SCALE, node, "the scores are scaled by a tensor")
+    if node.target in SAME_ORDER:
+        return _decline(Reason.RANK, node, "dims of the scores are joined or split unprovably")
     return _decline(Reason.SPELLING, node, _MEANINGS.get(node.target, f"{node.target} of scores"))
 
 
