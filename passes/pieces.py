@@ -53,7 +53,7 @@ class Piece:
 
 
 def pieces_of(operand: Operand, batch: Size, sizes: Sizes) -> list[Piece]:
-    """The pieces of an operand in key order; a batch of 1 that stands for `batch` rows is shared."""
+    """The pieces of an operand in key order; a batch of 1 that serves `batch` rows is shared."""
     dims: list[Dim] = []
     for axis, size in zip(operand.axes, shape(operand.node), strict=True):
         broadcasts = axis == "n" and size == 1 and batch != 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_cascade.compiler.options import KNOWN_PASSES, Options, settings
+from torch_cascade.compiler.options import KNOWN_PASSES, Options, settings, written
 
 # name: (option, its value; variable, its value)
 EVERY = {
@@ -46,6 +46,13 @@ def test_an_explicit_option_beats_its_variable_beats_the_default(name, monkeypat
 def test_an_empty_variable_counts_as_unset(name, monkeypatch):
     monkeypatch.setenv(f"TORCH_CASCADE_{name.upper()}", "")
     assert Options.resolve()[0] == Options()
+
+
+def test_no_pass_at_all_has_a_word(monkeypatch):
+    monkeypatch.setenv("TORCH_CASCADE_PASSES", "none")
+    assert Options.resolve()[0].passes == ()
+    assert Options.resolve({"passes": "cascade"})[0].passes == ("cascade",)
+    assert written(Options(passes=()))["passes"] == "none"
 
 
 @pytest.mark.parametrize("word", ["1", "true", "YES", " on ", True, 1])

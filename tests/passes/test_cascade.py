@@ -54,7 +54,9 @@ def attention(mask: torch.Tensor | None = None, **options: object) -> Attention:
     return run
 
 
-def compiled(fn: Attention, values: Sequence[torch.Tensor], dynamic=None, **options) -> torch.Tensor:
+def compiled(
+    fn: Attention, values: Sequence[torch.Tensor], dynamic=None, **options
+) -> torch.Tensor:
     torch._dynamo.reset()
     backend = eager_cascade(**{"decide": "always", "verify": True, **options})
     with torch.no_grad():
@@ -87,7 +89,9 @@ class TestGolden(expecttest.TestCase):
         return show(graph)
 
     def test_request_prefix(self) -> None:
-        self.assertExpectedInline(self.rewritten(attention(), inputs()), """\
+        self.assertExpectedInline(
+            self.rewritten(attention(), inputs()),
+            """\
 %arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
 %arg2: f32[2, 5, 11, 16]
@@ -101,7 +105,8 @@ class TestGolden(expecttest.TestCase):
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
 %getitem_4: f32[6, 10, 4, 16] = getitem(%merge, 0)
-return [%getitem_4]""")
+return [%getitem_4]""",
+        )
 
     def test_causal_with_offset(self) -> None:
         def run(q, prefix_k, prefix_v, suffix_k, suffix_v):
@@ -109,7 +114,9 @@ return [%getitem_4]""")
             mask = keys <= rows + P + S - M
             return attention(mask)(q, prefix_k, prefix_v, suffix_k, suffix_v)
 
-        self.assertExpectedInline(self.rewritten(run, inputs()), """\
+        self.assertExpectedInline(
+            self.rewritten(run, inputs()),
+            """\
 %arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
 %arg2: f32[2, 5, 11, 16]
@@ -125,7 +132,8 @@ return [%getitem_4]""")
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
 %getitem_4: f32[6, 10, 4, 16] = getitem(%merge, 0)
-return [%getitem_4]""")
+return [%getitem_4]""",
+        )
 
     def test_tensor_mask(self) -> None:
         mask = torch.rand(N, 1, M, P + S) > 0.3
@@ -133,7 +141,9 @@ return [%getitem_4]""")
         def run(mask, *values):
             return attention(mask)(*values)
 
-        self.assertExpectedInline(self.rewritten(run, [mask, *inputs()]), """\
+        self.assertExpectedInline(
+            self.rewritten(run, [mask, *inputs()]),
+            """\
 %arg0: b8[6, 1, 4, 18]
 %arg1: f32[6, 10, 4, 16]
 %arg2: f32[2, 5, 11, 16]
@@ -150,7 +160,8 @@ return [%getitem_4]""")
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
 %getitem_4: f32[6, 10, 4, 16] = getitem(%merge, 0)
-return [%getitem_4]""")
+return [%getitem_4]""",
+        )
 
     def test_repeat_order(self) -> None:
         def run(q, prefix_k, prefix_v, suffix_k, suffix_v):
@@ -158,7 +169,9 @@ return [%getitem_4]""")
             v = torch.cat([prefix_v.repeat(T, 1, 1, 1), suffix_v], 2)
             return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
 
-        self.assertExpectedInline(self.rewritten(run, inputs()), """\
+        self.assertExpectedInline(
+            self.rewritten(run, inputs()),
+            """\
 %arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
 %arg2: f32[2, 5, 11, 16]
@@ -181,7 +194,8 @@ return [%getitem_4]""")
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%reshape_3, %getitem_2], [%reshape_5, %getitem_3])
 %getitem_4: f32[6, 10, 4, 16] = getitem(%merge, 0)
-return [%getitem_4]""")
+return [%getitem_4]""",
+        )
 
     def test_hand_written(self) -> None:
         def run(q, prefix_k, prefix_v, suffix_k, suffix_v):
@@ -190,7 +204,9 @@ return [%getitem_4]""")
             scores = (q @ k.transpose(-1, -2)) / D**0.5
             return torch.softmax(scores, -1) @ v
 
-        self.assertExpectedInline(self.rewritten(run, inputs()), """\
+        self.assertExpectedInline(
+            self.rewritten(run, inputs()),
+            """\
 %arg0: f32[6, 10, 4, 16]
 %arg1: f32[2, 5, 11, 16]
 %arg2: f32[2, 5, 11, 16]
@@ -204,14 +220,17 @@ return [%getitem_4]""")
 %getitem_3: f32[6, 10, 4] = getitem(%attend_1, 1)
 %merge: (f32[6, 10, 4, 16], f32[6, 10, 4]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
 %getitem_4: f32[6, 10, 4, 16] = getitem(%merge, 0)
-return [%getitem_4]""")
+return [%getitem_4]""",
+        )
 
     def test_symbolic_sizes(self) -> None:
         values = inputs()
         for value in values:
             torch._dynamo.mark_dynamic(value, 0)
             torch._dynamo.mark_dynamic(value, 2)
-        self.assertExpectedInline(self.rewritten(attention(), values), """\
+        self.assertExpectedInline(
+            self.rewritten(attention(), values),
+            """\
 %arg0: s0
 %arg1: s1
 %arg2: f32[s2, 10, s3, 16]
@@ -228,7 +247,8 @@ return [%getitem_4]""")
 %getitem_3: f32[s2, 10, s3] = getitem(%attend_1, 1)
 %merge: (f32[s2, 10, s3, 16], f32[s2, 10, s3]) = cascade.merge([%getitem, %getitem_2], [%getitem_1, %getitem_3])
 %getitem_4: f32[s2, 10, s3, 16] = getitem(%merge, 0)
-return [%getitem_4]""")
+return [%getitem_4]""",
+        )
 
     def test_declined_graph_is_untouched(self) -> None:
         def run(q, _prefix_k, _prefix_v, suffix_k, suffix_v):
@@ -236,7 +256,10 @@ return [%getitem_4]""")
 
         compiled(run, inputs())
         assert last_compilation().before == last_compilation().after
-        self.assertExpectedInline(str(only_site().declined), """no-shared-prefix at sdpa: K comes from arg1_1 (arg1_1) (expand the prefix inside the compiled function, or use SharedPrefixCache)""")
+        self.assertExpectedInline(
+            str(only_site().declined),
+            """no-shared-prefix at sdpa: K comes from arg1_1 (arg1_1) (expand the prefix inside the compiled function, or use SharedPrefixCache)""",
+        )
 
 
 def masks() -> dict[str, torch.Tensor]:
@@ -422,3 +445,17 @@ def test_bodies_with_several_call_sites_are_declined() -> None:
     assert torch.allclose(compiled(run, values), run(*values), atol=1e-4)
     reasons = {site.declined.reason for site in last_compilation().sites}
     assert reasons <= {Reason.HIGHER_ORDER_BODY}
+
+
+def test_suffixes_with_other_heads_are_not_joined() -> None:
+    """One suffix is expanded to all heads and gathered by data, the other has the KV heads."""
+
+    def run(order, q, prefix_k, prefix_v, suffix_k, suffix_v):
+        def keys(prefix, suffix):
+            wide = suffix.repeat_interleave(G, 1)[order]
+            return torch.cat([joined(prefix, suffix).repeat_interleave(G, 1), wide], 2)
+
+        k, v = keys(prefix_k, suffix_k), keys(prefix_v, suffix_v)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    check(run, [torch.randperm(N), *inputs()])
