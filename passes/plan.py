@@ -8,7 +8,7 @@ import sympy
 import torch
 
 from torch_cascade.compiler.cost import KeyRun, Work
-from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
+from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.layout import output_order
 from torch_cascade.passes.mask import MaskReader, SegmentMask
@@ -124,8 +124,7 @@ def _parts(
     """One part a shared segment; neighbours that nobody shares are read as one."""
     groups: list[list[Segment]] = []
     for segment in used:
-        alone = segment.branches == 1
-        if alone and groups and groups[-1][-1].branches == 1:
+        if groups and _joinable(groups[-1][-1], segment, sizes):
             groups[-1].append(segment)
         else:
             groups.append([segment])
@@ -136,6 +135,12 @@ def _parts(
         if not mask.hidden:
             parts.append(Part(tuple(group), mask))
     return tuple(parts)
+
+
+def _joinable(a: Segment, b: Segment, sizes: Sizes) -> bool:
+    """True for neighbours that nobody shares and whose tensors have the same heads."""
+    heads = [product(d.size for d in s.k.digits("h")) for s in (a, b)]
+    return a.branches == 1 and b.branches == 1 and sizes.equal(*heads)
 
 
 def _work(site: AttentionSite, parts: tuple[Part, ...]) -> Work:
