@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import islice
 
 import sympy
 import torch
@@ -45,6 +46,7 @@ from torch_cascade.passes.prover import Box
 from torch_cascade.passes.site import AttentionSite, MaskKind, MaskTerm
 
 _ZERO = sympy.Integer(0)
+_MOST_CANDIDATES = 16
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ class MaskReader:
         """True iff one of a few candidate keys is visible in every row, and in the segment."""
         box = scores.box(self._read, start, length)
         last = start + length - 1
-        for key in dict.fromkeys([start, last, *edges(scores, trees)]):
+        candidates = dict.fromkeys([start, last, *edges(scores, trees)])
+        for key in islice(candidates, _MOST_CANDIDATES):
             if not (self._prover.always(key - start, box) and self._prover.always(last - key, box)):
                 continue
             if all(self._visible_at(scores, tree, key, box) for tree in trees):
@@ -231,7 +234,7 @@ class MaskReader:
     def _visible_at(self, scores: Scores, tree: Tree, key: Size, box: Box) -> bool:
         if isinstance(scores.key, sympy.Symbol):
             tree = substitute(tree, self._read.atoms, scores.key, key)
-        return self._prover.restrict(tree, box) is Sight.VISIBLE
+        return self._prover.restrict(tree, box, shorten=False) is Sight.VISIBLE
 
 
 def _shown(tree: Tree) -> Tree | None:

@@ -84,30 +84,35 @@ class Prover:
         form = self._form(expr, box)
         return form is not None and self._always(form, box)
 
-    def restrict(self, tree: Tree, box: Box, facts: tuple[Size, ...] = ()) -> Tree:
+    def restrict(self, tree: Tree, box: Box, shorten: bool = True) -> Tree:
         """A tree that equals the given one on a box, without the atoms that are decided there.
 
         Args:
             tree: any tree.
             box: bounds of the variables.
-            facts: expressions that are >= 0 (those of the path from the root).
+            shorten: also leave out atoms that the others make superfluous.
         """
+        return self._restricted(tree, box, (), shorten)
+
+    def _restricted(self, tree: Tree, box: Box, facts: tuple[Size, ...], shorten: bool) -> Tree:
+        """`restrict` where the facts are expressions that are >= 0 (the path from the root)."""
         if not isinstance(tree, Branch):
             return tree
         if isinstance(tree.atom, Datum):
-            then = self.restrict(tree.then, box, facts)
-            return choose(tree, then, self.restrict(tree.other, box, facts))
+            then = self._restricted(tree.then, box, facts, shorten)
+            return choose(tree, then, self._restricted(tree.other, box, facts, shorten))
         holds, fails = tree.atom.expr, -tree.atom.expr - 1
         if self._follows(holds, box, facts):
-            return self.restrict(tree.then, box, facts)
+            return self._restricted(tree.then, box, facts, shorten)
         if self._follows(fails, box, facts):
-            return self.restrict(tree.other, box, facts)
-        then = self.restrict(tree.then, box, (*facts, holds))
-        other = self.restrict(tree.other, box, (*facts, fails))
-        if size(then) + size(other) <= _FEW_LEAVES:  # `k < p or k <= q + p` is just the latter
-            if self.restrict(other, box, (*facts, holds)) == then:
+            return self._restricted(tree.other, box, facts, shorten)
+        then = self._restricted(tree.then, box, (*facts, holds), shorten)
+        other = self._restricted(tree.other, box, (*facts, fails), shorten)
+        if shorten and size(then) + size(other) <= _FEW_LEAVES:
+            # `k < p or k <= q + p` is just the latter.
+            if self._restricted(other, box, (*facts, holds), False) == then:
                 return other
-            if self.restrict(then, box, (*facts, fails)) == other:
+            if self._restricted(then, box, (*facts, fails), False) == other:
                 return then
         return choose(tree, then, other)
 
