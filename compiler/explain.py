@@ -98,20 +98,33 @@ class _Target:
 
 
 def _unwrapped(fn: Callable[..., Any]) -> _Target:
-    """The function or module itself, with the options of the `torch.compile` around it."""
+    """What to compile, with the options of the `torch.compile` around it."""
     from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 
-    if isinstance(fn, nn.Module) and getattr(fn, "_compiled_call_impl", None) is not None:
-        return _Target(fn._call_impl)  # after `module.compile()`: its options are out of reach
-    if not isinstance(fn, OptimizedModule):
-        return _Target(fn)  # torch.compile unwraps functions
-    callback: Any = fn.dynamo_ctx.callback
+    inner: Callable[..., Any] = fn  # torch.compile unwraps functions
+    outer: Any = fn
+    if isinstance(fn, OptimizedModule):
+        inner = fn._orig_mod
+    elif isinstance(fn, nn.Module) and getattr(fn, "_compiled_call_impl", None) is not None:
+        inner, outer = fn._call_impl, fn._compiled_call_impl  # after `module.compile()`
+    callback: Any = getattr(_context(outer), "callback", None)
     backend = innermost_backend(callback) if callable(callback) else None
-    inner = _Target(fn._orig_mod, dynamic=getattr(backend, "dynamic", None))
+    target = _Target(inner, dynamic=getattr(backend, "dynamic", None))
     if getattr(backend, "compiler_fn", None) is not cascade_backend:
-        return inner
+        return target
     given = getattr(backend, "kwargs", {})
-    return replace(inner, options=given.get("options"), mode=given.get("mode"))
+    return replace(target, options=given.get("options"), mode=given.get("mode"))
+
+
+def _context(compiled: Any) -> Any:
+    """Where Dynamo keeps what `torch.compile` was given; None for what it did not return."""
+    if isinstance(compiled, nn.Module):
+        return getattr(compiled, "dynamo_ctx", None)
+    # A compiled function has no attribute for it: only this method of it knows its context.
+    method = getattr(compiled, "get_compiler_config", None)
+    if not inspect.isfunction(method):
+        return None
+    return inspect.getclosurevars(method).nonlocals.get("self")
 
 
 def _interpreted(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

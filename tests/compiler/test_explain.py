@@ -201,6 +201,23 @@ def test_a_compiled_module_is_explained_with_its_own_options():
     assert "s" in dynamic.sites[0].segments[0].keys
 
 
+@pytest.mark.parametrize("how", ["function", "bound method", "module.compile()"])
+def test_options_of_what_is_no_compiled_module_count_too(how):
+    never = {"backend": "cascade", "dynamic": True, "options": {"decide": "never"}}
+    model = Counting()
+    if how == "function":
+        compiled = torch.compile(attention, **never)
+    elif how == "bound method":
+        compiled = torch.compile(model.forward, **never)
+    else:
+        model.compile(**never)
+        compiled = model
+    report = explain(compiled, *inputs())
+    assert report.compilations[0].options == Options(decide="never")
+    assert [site.declined.reason for site in report.sites] == [Reason.NEVER]
+    assert "s" in report.sites[0].segments[0].keys
+
+
 def test_what_was_compiled_by_other_backends_is_explained_by_this_one():
     def other(gm, inputs):
         raise AssertionError("another backend")
