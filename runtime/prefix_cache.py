@@ -43,11 +43,11 @@ class SharedPrefixCache(Cache):
     cache's tensors are viewed, never copied or written, so several caches may share them.
 
     The suffix of the branches grows by concatenation, or with `max_suffix` is written into a
-    buffer of that many tokens: a compiled forward then serves all steps, and `generate` compiles
-    it by itself (for sampling and greedy search; for beam search set
-    `model.forward = torch.compile(model.forward, ...)`). A token too many is a ValueError before
-    anything is written: in eager mode, and in `generate`, compiled or not. Any other compiled
-    forward stops with Inductor's index error (on CUDA a device-side assertion), never wraps round.
+    buffer of that many tokens: a compiled forward then serves all steps. For this package's rewrite
+    under `generate` set `model.forward = torch.compile(model.forward, backend="cascade")`: what
+    `generate` compiles by itself, where it does, is Inductor's. A token too many is a ValueError
+    before anything is written: in eager mode, and in `generate`, compiled or not. Any other
+    compiled forward stops with Inductor's index error (on CUDA a device-side assertion), never wraps round.
 
     Layers with a sliding window keep the whole prefix, and the mask hides what is out of the
     window: prefill such models with a `DynamicCache()` without config, as `prefill` does.
@@ -87,13 +87,12 @@ class SharedPrefixCache(Cache):
 
         Raises:
             TypeError: a cache whose prefix cannot be viewed: encoder-decoder, offloaded, quantised,
-                linear attention.
+                linear attention; or a size that is no integer.
             ValueError: tokens were dropped by a sliding window, layers disagree, or there are none.
         """
-        if branches < 1:
-            raise ValueError(f"branches must be at least 1, got {branches}")
-        if max_suffix is not None and max_suffix < 1:
-            raise ValueError(f"max_suffix must be at least 1, got {max_suffix}")
+        _check_count("branches", branches)
+        if max_suffix is not None:
+            _check_count("max_suffix", max_suffix)
         is_cache = isinstance(prefill_cache, Cache)
         pairs = _cached_pairs(prefill_cache) if is_cache else list(prefill_cache)
         _check_pairs(pairs)
@@ -126,8 +125,10 @@ class SharedPrefixCache(Cache):
             The cache to pass on with the whole `input_ids`, to `generate` for instance.
 
         Raises:
-            ValueError: a prompt of fewer than two tokens.
+            ValueError: `input_ids` without the axes [B, L], or fewer than two tokens.
         """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must be [prompts, tokens], got {list(input_ids.shape)}")
         if input_ids.shape[1] < 2:
             raise ValueError("a prompt of one token has no prefix: one token must stay uncached")
         cache = DynamicCache()
@@ -180,6 +181,13 @@ def cache_argument(model: nn.Module) -> str:
     """
     accepted = inspect.signature(model.forward).parameters
     return "cache" if "cache" in accepted else "past_key_values"
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def _cached_pairs(cache: Cache) -> list[KeyValue]:

@@ -120,5 +120,5 @@ class StaticLayer(SharedPrefixLayer):
         if written + length > self.max_suffix:
             raise ValueError(
                 f"the static suffix holds max_suffix={self.max_suffix} tokens: {written} are "
-                f"written, {length} more do not fit"
+                f"written, {length} more do not fit (reset() forgets them all)"
             )

@@ -368,6 +368,17 @@ def test_sizes_below_one_are_refused(sizes):
         SharedPrefixCache(random_cache(), *sizes)
 
 
+@pytest.mark.parametrize(("sizes", "name"), [(("3", None), "branches"), ((2, 4.0), "max_suffix")])
+def test_sizes_that_are_no_integers_are_refused(sizes, name):
+    with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
+        SharedPrefixCache(random_cache(), *sizes)
+
+
+def test_a_prompt_without_a_batch_axis_is_refused():
+    with pytest.raises(ValueError, match=r"input_ids must be \[prompts, tokens\], got \[4\]"):
+        SharedPrefixCache.prefill(tiny_model("Llama"), torch.arange(4), BRANCHES)
+
+
 @both_suffixes
 def test_prompts_not_repeated_for_each_branch(max_suffix):
     model, ids = tiny_model("Llama"), prompts()
