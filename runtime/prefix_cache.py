@@ -47,7 +47,8 @@ class SharedPrefixCache(Cache):
     under `generate` set `model.forward = torch.compile(model.forward, backend="cascade")`: what
     `generate` compiles by itself, where it does, is Inductor's. A token too many is a ValueError
     before anything is written: in eager mode, and in `generate`, compiled or not. Any other
-    compiled forward stops with Inductor's index error (on CUDA a device-side assertion), never wraps round.
+    compiled forward stops with Inductor's index error (on CUDA a device-side assertion), never
+    wraps round.
 
     Layers with a sliding window keep the whole prefix, and the mask hides what is out of the
     window: prefill such models with a `DynamicCache()` without config, as `prefill` does.
