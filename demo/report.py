@@ -110,7 +110,8 @@ def show(console: Console, engines: Sequence[Engine], tokenizer: Any, branches: 
     console.print(table(numbers, branches))
     console.print(
         "dynamic, static: transformers' DynamicCache and StaticCache, expanded once. "
-        f"Speed and ratio: against {best_stock(engines).name}, the fastest stock engine. "
+        f"Speed and ratio: against {best_stock(engines).name}, the stock engine with the shortest "
+        "median step; speed is the median of the ratios of the same step. "
         f"Agree: branches with the same tokens as {engines[-1].name}.",
         highlight=False,
     )
