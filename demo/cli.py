@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
     parser.add_argument("--prompt-tokens", type=_at_least(2), help="cut or repeat it to so many")
     parser.add_argument(
-        "--new-tokens", type=_at_least(8), default=32, help="tokens to add, at least 8 (default: 32)"
+        "--new-tokens",
+        type=_at_least(8),
+        default=32,
+        help="tokens to add, at least 8 (default: 32)",
     )
     parser.add_argument("--device", help="default: cuda if there is one, else cpu")
     parser.add_argument(
