@@ -17,7 +17,7 @@ from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import Dim, Dims, normalise, same_digits, whole
 from torch_cascade.passes.labels import above, below, broadcast, labels
-from torch_cascade.passes.scalars import Factor, is_value, scaling
+from torch_cascade.passes.scalars import Factor, is_float_cast, is_value, scaling
 from torch_cascade.passes.scores import ScoreMask, Scores
 from torch_cascade.passes.site import AttentionSite, AxisName, MaskTerm, Operand
 from torch_cascade.passes.softmax import Softmax
@@ -66,27 +66,37 @@ def eager_site(found: Matmuls, sizes: Sizes) -> AttentionSite | Declined:
     Where they are not, but K has heads of its own, the site is declined: in one batch, heads that
     share KV (GQA) would look like rows that do.
     """
-    builder = _Builder(found, _WITH_HEADS, sizes)
-    apart = builder.site()
+    apart = _Builder(found, _WITH_HEADS, sizes).site()
     if isinstance(apart, AttentionSite):
         return apart
+    uncast = _Builder(found, _WITH_HEADS, sizes, casts=True)
+    site = uncast.site()
+    if isinstance(site, AttentionSite):
+        return site
     dims = len(shape(found.softmax.scores))
     if dims > 4:
         detail = f"scores of {dims} dims: heads in groups, or rows of more than one dim"
         return Declined(Reason.RANK, found.out.node.name, detail)
-    if builder.keys_have_heads():
+    if uncast.keys_have_heads():
         return apart
     merged = _Builder(found, _ONE_BATCH, sizes).site()
     return merged if isinstance(merged, AttentionSite) else apart
 
 
 class _Builder:
-    """Builds the site of two matmuls with a given set of batch axes."""
+    """Builds the site of two matmuls with a given set of batch axes.
 
-    def __init__(self, found: Matmuls, batch: tuple[AxisName, ...], sizes: Sizes) -> None:
+    With `casts`, rows and heads of q, k and v may stand apart above a conversion between floating
+    dtypes (autocast of an einsum); the attention is then computed in the dtype above it.
+    """
+
+    def __init__(
+        self, found: Matmuls, batch: tuple[AxisName, ...], sizes: Sizes, casts: bool = False
+    ) -> None:
         self.found = found
         self.batch = batch
         self.sizes = sizes
+        self.casts = casts
 
     def site(self) -> AttentionSite | Declined:
         """The site, or what is missing for one."""
@@ -99,6 +109,8 @@ class _Builder:
             return self._decline(Reason.RANK, "rows and heads are not apart everywhere")
         if not all(self._same_batch(out, operand) for operand in (q, k, v)):
             return self._decline(Reason.RANK, "rows and heads are not apart in the same way")
+        if self.casts and len({tensor(operand.node).dtype for operand in (q, k, v)}) > 1:
+            return self._decline(Reason.RANK, "rows and heads are apart in different dtypes")
         finite = any(m.fill is not None or m.kind == "add" for m in found.scores.masks)
         if finite and not found.softmax.by_max:
             detail = "finite masks under a softmax that does not first subtract the row's maximum"
@@ -138,10 +150,14 @@ class _Builder:
             if best is not None and names != best.axes:
                 return best
             best = Operand(node, names) if names is not None else None
-            step = above(node, dims, self.sizes)
+            step = self._above(node, dims) if best is None else above(node, dims, self.sizes)
             if step is None:
                 return best
             node, dims = step
+
+    def _above(self, node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims] | None:
+        source = node.args[0] if self.casts and is_float_cast(node) else None
+        return (source, dims) if isinstance(source, fx.Node) else above(node, dims, self.sizes)
 
     def _factored(self, view: View, axes: tuple[AxisName, ...]) -> tuple[Operand | None, Factor]:
         """An operand without the numbers it is multiplied by, and their product."""
@@ -150,14 +166,15 @@ class _Builder:
         while True:
             scaled = scaling(node, self.sizes)
             if scaled is None:
-                step = above(node, dims, self.sizes)
+                step = self._above(node, dims)
                 if step is None:
                     return best, factor
                 node, dims = step
                 continue
-            node, product = scaled[0], product * scaled[1]
-            if product.opaque or tensor(node).dtype != tensor(view.node).dtype:
+            product = product * scaled[1]
+            if product.opaque or tensor(node).dtype != tensor(scaled[0]).dtype:
                 return best, factor
+            node = scaled[0]
             operand = self._operand(View(node, dims), axes)
             if operand is not None:
                 best, factor = operand, product

@@ -8,7 +8,7 @@ from support.spellings import SPELLINGS, D
 
 from torch_cascade.passes.site import AttentionSite
 
-assert spellings_scores and spellings_matmuls and len(SPELLINGS) == 46
+assert spellings_scores and spellings_matmuls and len(SPELLINGS) == 47
 
 
 def summary(site) -> str:

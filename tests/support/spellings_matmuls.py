@@ -188,3 +188,11 @@ def heads_as_queries(q, k, v):
     n, h, m, _ = q.shape
     scores = (q.flatten(1, 2) @ k.mT).view(n, h, m, -1) * 0.25
     return torch.softmax(scores, -1).view(n, h * m, -1) @ v
+
+
+@spelling("nhqd nhkd nhkd 0.25 nan add", with_bias(M, L))
+def einsum_under_autocast(q, k, v, bias):
+    """The conversion to bfloat16 comes after rows and heads are one dim."""
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = torch.einsum("bhqd,bhkd->bhqk", q * 0.5, k * 0.5) + bias
+        return torch.einsum("bhqk,bhkd->bhqd", torch.softmax(scores, -1), v)
