@@ -51,6 +51,7 @@ KEY, QUERY = "ar(K)[None, :]", "ar(Q)[:, None]"
 CAUSAL = [
     ("keep", f"{KEY} <= {QUERY} + P"),
     ("keep", f"{KEY} < {QUERY} + P + 1"),
+    ("keep", f"{KEY} <= {QUERY} + ar(P, P + 1)[None, :]"),
     ("keep", f"{QUERY} + P >= {KEY}"),
     ("keep", f"{QUERY} > {KEY} - P - 1"),
     ("keep", f"{KEY} - {QUERY} <= P"),
@@ -116,6 +117,8 @@ CAUSAL = [
     ("add", f"torch.zeros(Q, K).masked_fill(~({KEY} <= {QUERY} + P), FMIN)"),
     ("add", f"(1.0 - ({KEY} <= {QUERY} + P).float()) * FMIN"),
     ("add", f"({KEY} > {QUERY} + P) * FMIN"),
+    ("add", f"torch.where({KEY} <= {QUERY} + P, 0.0, FMIN).double() * 2"),
+    ("add", f"torch.where({KEY} <= {QUERY} + P, 0.0, -inf).to(torch.bfloat16)"),
     ("add", "torch.full((Q, K), -inf).triu(P + 1)"),
     ("add", "torch.full((Q, K), FMIN).triu(1) * (ar(K)[None, :] > ar(Q)[:, None] + P)"),
     ("add", f"({KEY} <= {QUERY} + P).float().log()"),
@@ -237,11 +240,40 @@ def test_torchs_causal_rule_and_a_mask_join():
     check(asked)
 
 
+@pytest.mark.parametrize("symbolic", [False, True])
+@pytest.mark.parametrize("widths", [(4, 8), (8, 4)])
+def test_the_tighter_bound_of_two_masks_holds(widths, symbolic):
+    near, far = widths
+    causal = f"({KEY} <= {QUERY} + P + {far - near})"
+    windows = [f"({KEY} > {QUERY} + P - {width})" for width in widths]
+    asked = scene(f"{windows[0]}, {KEY} <= {QUERY} + P, {windows[1]}, {causal}", symbolic=symbolic)
+    for claim in (asked.on_prefix, asked.on_suffix):
+        assert not claim.terms
+        if claim.window is not None:
+            assert claim.window == min(4, 4 + far - near)
+    check(asked)
+
+
+def test_bounds_that_cannot_be_compared_are_not_joined():
+    asked = scene(f"{KEY} <= {QUERY} + P, {KEY} <= {QUERY} + S + 3", symbolic=True)
+    claim = asked.claim(0, asked.prefix + asked.suffix)
+    assert claim.q_offset == asked.prefix and [t.node for t in claim.terms] == [asked.masks[1]]
+    check(asked)
+
+
+def test_masks_that_hide_everything_together_hide_the_segment():
+    asked = scene(f"{KEY} <= {QUERY} + 2, {KEY} > {QUERY} + 2")
+    assert asked.on_prefix.hidden and asked.on_suffix.hidden
+    check(asked)
+
+
 BOUNDED = [
     "t0.clamp(min=0)",
     "t0.clamp_min(0)",
     "t0.abs()",
     "t0.clamp(0, 5)",
+    "t0.clamp(min=0).clamp(min=-5)",
+    "t0.clamp(min=-5).clamp(min=0)",
     "torch.maximum(t0, torch.tensor(0))",
     "torch.maximum(torch.tensor(0), t0)",
     "tn.clamp(min=0)[:, None, None, None]",
@@ -416,6 +448,8 @@ def test_random_masks_with_symbolic_sizes(seed):
 
 def _check_random(rng: random.Random, dims: Dims, symbolic: bool) -> None:
     drawn = Draw(rng).mask()
+    if rng.random() < 0.3:
+        drawn = Drawn(f"{drawn.text}, {Draw(rng).mask_of(drawn.kind)}", drawn.kind)
     data = {k: v for k, v in draw_data(rng, dims).items() if k in drawn.text}
     options = {"symbolic": symbolic, "is_causal": rng.random() < 0.1}
     try:

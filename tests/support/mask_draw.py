@@ -73,24 +73,24 @@ class Draw:
 
     def mask(self) -> Drawn:
         kind = self.pick("keep", "drop", "add")
+        return Drawn(self.mask_of(kind), kind)
+
+    def mask_of(self, kind: str) -> str:
         if kind != "add":
-            return Drawn(self.predicate(3), kind)
+            return self.predicate(3)
         p, fill = self.predicate(2), self.pick(*FILLS)
-        return Drawn(
-            self.pick(
-                f"torch.where({p}, 0.0, {fill})",
-                f"torch.where({p}, torch.tensor(0.0), torch.tensor({fill}))",
-                f"torch.where({p}, {fill}, 0.0)",
-                f"torch.zeros(1).masked_fill({p}, {fill})",
-                f"(1.0 - ({p}).float()) * FMIN",
-                f"(~({p})).float() * -10000.0",
-                f"torch.zeros(Q, K).masked_fill(~({p}), {fill}) + torch.where({p}, 0.0, {fill})",
-                f"torch.full((Q, K), {fill}).triu({self.constant()})",
-                f"torch.full((Q, K), {fill}).triu({self.constant()}) * ({p}).float()",
-                f"torch.where({p}, dqk.float(), {fill})",
-                f"torch.where({p}, 0.0, torch.where({self.predicate(1)}, {fill}, -inf))",
-            ),
-            "add",
+        return self.pick(
+            f"torch.where({p}, 0.0, {fill})",
+            f"torch.where({p}, torch.tensor(0.0), torch.tensor({fill}))",
+            f"torch.where({p}, {fill}, 0.0)",
+            f"torch.zeros(1).masked_fill({p}, {fill})",
+            f"(1.0 - ({p}).float()) * FMIN",
+            f"(~({p})).float() * -10000.0",
+            f"torch.zeros(Q, K).masked_fill(~({p}), {fill}) + torch.where({p}, 0.0, {fill})",
+            f"torch.full((Q, K), {fill}).triu({self.constant()})",
+            f"torch.full((Q, K), {fill}).triu({self.constant()}) * ({p}).float()",
+            f"torch.where({p}, dqk.float(), {fill})",
+            f"torch.where({p}, 0.0, torch.where({self.predicate(1)}, {fill}, -inf))",
         )
 
     def predicate(self, depth: int) -> str:

@@ -44,7 +44,7 @@ class Dims:
         return self.P + self.S
 
 
-Build = Callable[[Dims, Mapping[str, Tensor]], Tensor]
+Build = Callable[[Dims, Mapping[str, Tensor]], "Tensor | tuple[Tensor, ...]"]
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Scene:
     """A traced attention, and everything to ask and to check its masks.
 
     Attributes:
-        build: makes the mask from sizes and data.
+        build: makes the mask, or several that all apply, from sizes and data.
         dims: sizes at which it is traced.
         data: example tensors the mask depends on.
         kind: "keep", "drop" or "add".
@@ -70,18 +70,20 @@ class Scene:
     def __post_init__(self) -> None:
         names = list(self.data)
 
-        def run(q: Tensor, kp: Tensor, ks: Tensor, *given: Tensor) -> Tensor:
+        def run(q: Tensor, kp: Tensor, ks: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
             dims = Dims(q.shape[0], q.shape[1], q.shape[2], kp.shape[2], ks.shape[2])
-            mask = self.build(dims, dict(zip(names, given, strict=True)))
+            masks = self.build(dims, dict(zip(names, given, strict=True)))
+            masks = masks if isinstance(masks, tuple) else (masks,)
             k = torch.cat([kp, ks], 2)
-            return mask, torch.ops.cascade.sdpa(q, k, k, None, False, enable_gqa=True)
+            return *masks, torch.ops.cascade.sdpa(q, k, k, None, False, enable_gqa=True)
 
         mode = "symbolic" if self.symbolic else "fake"
         args = (*operands(self.dims), *self.data.values())
         table = select_decomp_table()
         self.graph_module = make_fx(run, decomposition_table=table, tracing_mode=mode)(*args)
         graph = self.graph_module.graph
-        (self.mask, attention), *_ = graph.output_node().args
+        (*self.masks, attention), *_ = graph.output_node().args
+        self.mask = self.masks[0]
         q, k, *_ = attention.args
         heads, keys = ("n", "h", "q", "d"), ("n", "h", "k", "d")
         self.site = AttentionSite(
@@ -89,7 +91,7 @@ class Scene:
             q=Operand(q, heads),
             k=Operand(k, keys),
             v=Operand(k, keys),
-            masks=(MaskTerm(self.mask, self.kind, self.fill),),
+            masks=tuple(MaskTerm(mask, self.kind, self.fill) for mask in self.masks),
             is_causal=self.is_causal,
             fully_masked="zero" if self.fill is None else "uniform",
         )
