@@ -32,7 +32,6 @@ from support.programs import (
 from torch import fx
 
 SETTINGS = settings(
-    max_examples=24,
     derandomize=True,
     database=None,
     deadline=None,
@@ -45,9 +44,15 @@ PATTERN = Program(
 )
 
 
-@SETTINGS
-@given(programs())
+@settings(SETTINGS, max_examples=40)
+@given(programs(dynamic=(None, False)))
 def test_random_programs(program: Program) -> None:
+    run_program(program, eager_cascade(decide="always", verify=True))
+
+
+@settings(SETTINGS, max_examples=4)
+@given(programs(dynamic=(True,)))
+def test_random_programs_of_symbolic_sizes(program: Program) -> None:
     run_program(program, eager_cascade(decide="always", verify=True))
 
 

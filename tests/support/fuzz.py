@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SHRINK_PER_KIND = 4
+TRIES = 2  # a program that was running twice when its process died did it
 DEFAULT_OUT = Path(__file__).parents[2] / "build" / "fuzz"
 
 
@@ -51,7 +52,7 @@ def records(out: Path) -> Iterator[dict[str, Any]]:
         lines = [json.loads(line) for line in path.read_text().splitlines() if line]
         ended = {r["seed"] for r in lines if "kind" in r}
         yield from (r for r in lines if "kind" in r)
-        lost = [r["seed"] for r in lines if r["seed"] not in ended]
+        lost = {r["seed"] for r in lines} - ended
         yield from ({"seed": s, "kind": "crash", "detail": "the process died"} for s in lost)
 
 
@@ -109,14 +110,15 @@ def _work(options: argparse.Namespace) -> None:
     """Run this worker's share of the seeds, except those that its file already has."""
     path = options.out / f"worker-{options.worker}.jsonl"
     seen = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    started = {r["seed"] for r in seen}
+    tries = collections.Counter(r["seed"] for r in seen if "kind" not in r)
+    ended = {r["seed"] for r in seen if "kind" in r}
     shrunk = collections.Counter(r["kind"] for r in seen if r.get("kind", "ok") != "ok")
     backend = _backend(options.backend)
     with path.open("a") as out:
         for seed in range(
             options.seed + options.worker, options.seed + options.count, options.jobs
         ):
-            if seed in started:
+            if seed in ended or tries[seed] >= TRIES:
                 continue
             print(json.dumps({"seed": seed}), file=out, flush=True)
             record = _one(seed, backend, options.timeout, shrunk)

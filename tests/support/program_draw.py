@@ -15,6 +15,9 @@ from .program_spec import Mask, Program, Segment, Sizes
 
 T = TypeVar("T")
 
+# Symbolic sizes everywhere take ten times as long to compile.
+DYNAMIC: tuple[bool | None, ...] = (None, False, None, False, None, False, True)
+
 
 class Pick(Protocol):
     """A source of choices. The first option is the simplest: hypothesis shrinks towards it."""
@@ -52,9 +55,11 @@ class HypothesisPick:
 
 
 @st.composite
-def programs(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Program:
-    """A hypothesis strategy of valid programs."""
-    return draw_program(HypothesisPick(draw))
+def programs(
+    draw: Callable[[st.SearchStrategy[Any]], Any], dynamic: tuple[bool | None, ...] = DYNAMIC
+) -> Program:
+    """A hypothesis strategy of valid programs; `dynamic` as `torch.compile` takes it."""
+    return draw_program(HypothesisPick(draw), dynamic)
 
 
 def random_program(seed: int) -> Program:
@@ -62,9 +67,9 @@ def random_program(seed: int) -> Program:
     return draw_program(RandomPick(seed))
 
 
-def draw_program(pick: Pick) -> Program:
+def draw_program(pick: Pick, dynamic: tuple[bool | None, ...] = DYNAMIC) -> Program:
     """One valid program: every part is drawn, then kept only where it goes with the rest."""
-    program = _base(pick)
+    program = replace(_base(pick), dynamic=pick.choice(dynamic))
     for change in (_form, _heads, _mask, _layout, _ends):
         program = change(pick, program)
     assert valid(program), program
@@ -109,7 +114,6 @@ def _base(pick: Pick) -> Program:
         dims=dims,
         dtype=dtype,
         heads="same" if sizes.group == 1 else "repeat_kv",
-        dynamic=pick.choice((None, False, None, False, None, False, True)),
         seed=pick.choice(range(10_000)),
     )
 

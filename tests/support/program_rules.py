@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from .program_spec import Mask, Program, Segment, Sizes, shares
+from .program_spec import Mask, Program, Segment, Sizes, group_size, shares
 
 NEEDS_LITERAL = ("stack", "index_constant", "cat")
 STRIDE_0_STORAGES = ("bhld", "blhd", "permute", "bhdl")
@@ -167,6 +167,15 @@ def owed(program: Program) -> bool:
 
 def _owed_segments(program: Program) -> Iterator[bool]:
     for sizes in program.calls:
-        for segment, length in zip(program.segments, sizes.keys, strict=True):
-            group = sizes.rows // sizes.base_rows(segment.rows)
-            yield length > 0 and group > 1 and segment.rows != "modulo"
+        for index, segment in enumerate(program.segments):
+            shared = group_size(segment, sizes) > 1 and segment.rows != "modulo"
+            yield shared and sizes.keys[index] > 0 and not _out_of_sight(program, sizes, index)
+
+
+def _out_of_sight(program: Program, sizes: Sizes, index: int) -> bool:
+    """No query sees a key of the segment, wherever that is said in the graph."""
+    start = sum(sizes.keys[:index])
+    if program.mask.kind == "is_causal":
+        return start >= sizes.queries
+    oldest = sizes.total - sizes.queries - program.mask.window
+    return program.mask.kind == "window" and start + sizes.keys[index] - 1 <= oldest
