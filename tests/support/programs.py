@@ -151,37 +151,30 @@ def _check_call(program: Program, compiled: Callable[..., Any], call: int) -> No
         raise Fault("error", program, f"call {call}: {type(error).__name__}: {error}") from error
     if len(actual) != len(expected):
         raise Fault("outputs", program, f"call {call}: {len(actual)} for {len(expected)} outputs")
-    moved = program.outputs in ("cache", "expanded")
     for index, triple in enumerate(zip(actual, expected, exact, strict=True)):
-        where = f"call {call}, output {index}"
-        _check_form(program, where, *triple[:2])
-        if _strides(triple[0]) != _strides(triple[1]):
-            _check_strides(program, call, index, *triple[:2])
-        _check_values(program, where, *triple, moved=moved and index > 0)
+        try:
+            _check_output(program, f"call {call}, output {index}", index, *triple)
+        except Fault as fault:
+            if not _inductors_own(fault, call, index, triple[0]):
+                raise
     for index, (x, y) in enumerate(zip(compiled_inputs, inputs, strict=True)):
         if isinstance(x, torch.Tensor) and not torch.equal(x, y):
             raise Fault("mutation", program, f"call {call}: argument {index} differs after it")
 
 
-def _check_form(program: Program, where: str, actual: torch.Tensor, eager: torch.Tensor) -> None:
-    if actual.dtype != eager.dtype or actual.shape != eager.shape:
-        found = f"{actual.dtype} {tuple(actual.shape)}"
-        raise Fault("form", program, f"{where}: {found} for {eager.dtype} {tuple(eager.shape)}")
+def _inductors_own(fault: Fault, call: int, index: int, actual: torch.Tensor) -> bool:
+    """Inductor without this package's passes answers the same.
 
-
-def _check_strides(
-    program: Program, call: int, index: int, actual: torch.Tensor, eager: torch.Tensor
-) -> None:
-    """Other strides than eager's are a fault unless Inductor's own passes leave the same.
-
-    Code generation gives every output the strides it was traced with; where it is left out, what
-    Inductor's attention patterns put in place of an attention shows.
+    Its attention patterns are not always right; and where code generation is left out, which gives
+    every output the strides it was traced with, the strides of what they put in its place show.
     """
     torch._dynamo.reset()
-    theirs = torch.compile(function(program), backend=plain, dynamic=False, fullgraph=True)
-    if _strides(_tuple(theirs(*arguments(program, call)))[index]) != _strides(actual):
-        where = f"call {call}, output {index}"
-        raise Fault("strides", program, f"{where}: {actual.stride()} for {eager.stride()}")
+    program = fault.program
+    theirs = torch.compile(function(program), backend=plain, dynamic=program.dynamic)
+    output = _tuple(theirs(*arguments(program, call)))[index]
+    if fault.kind == "strides":
+        return _strides(output) == _strides(actual)
+    return fault.kind in ("value", "nan") and torch.equal(output.nan_to_num(), actual.nan_to_num())
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:
@@ -191,20 +184,28 @@ def _strides(x: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
 
 
-def _check_values(
+def _check_output(
     program: Program,
     where: str,
+    index: int,
     actual: torch.Tensor,
     eager: torch.Tensor,
     exact: torch.Tensor,
-    moved: bool,
 ) -> None:
+    if actual.dtype != eager.dtype or actual.shape != eager.shape:
+        found = f"{actual.dtype} {tuple(actual.shape)}"
+        raise Fault("form", program, f"{where}: {found} for {eager.dtype} {tuple(eager.shape)}")
+    if _strides(actual) != _strides(eager):
+        raise Fault("strides", program, f"{where}: {actual.stride()} for {eager.stride()}")
     if not torch.equal(actual.isnan(), eager.isnan()):
         raise Fault("nan", program, f"{where}: {actual.isnan().sum()} for {eager.isnan().sum()}")
+    moved = index > 0 and program.outputs in ("cache", "expanded")
     if moved and not torch.equal(actual.nan_to_num(), eager.nan_to_num()):
         raise Fault("moved", program, f"{where}: data that is only moved changed")
     if eager.dtype == torch.float64:  # eager code is its own reference: any order is as good
         eager = exact * (1 + 16 * torch.finfo(torch.float64).eps)
+    if program.layers > 1:  # the second attention enlarges the first one's errors as it likes
+        eager = exact + 2 * (eager.double() - exact)
     try:
         assert_close_to_reference(actual, eager, exact)
     except AssertionError as error:
