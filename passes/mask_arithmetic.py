@@ -16,7 +16,6 @@ from torch import fx
 from torch_cascade.compiler.graph import Size, tensor, value
 from torch_cascade.passes.mask_leaves import number
 from torch_cascade.passes.predicate import Index, Tree, apply, both, if_else
-from torch_cascade.passes.prover import Range
 
 if TYPE_CHECKING:
     from torch_cascade.passes.mask_elements import Elements
@@ -109,8 +108,6 @@ def _absolute(read: Elements, node: fx.Node, index: Index, a: Any) -> Tree | Non
     found = _operands(read, node, a)
     if found is None or not read.fits(-found[0], tensor(node).dtype):
         return None
-    if read.is_data(found[0]):
-        return read.unknown(node, index, Range(sympy.Integer(0), None))
     return if_else(read.atoms.at_least_zero(found[0]), found[0], -found[0])
 
 
@@ -121,23 +118,16 @@ LEAF_RULES[aten.abs.default] = _absolute
 def _clamp(
     read: Elements, node: fx.Node, index: Index, a: Any, min: Any = None, max: Any = None
 ) -> Tree | None:
-    """clamp(a, min, max) = minimum(maximum(a, min), max); of data only the bounds are kept."""
+    """clamp(a, min, max) = minimum(maximum(a, min), max)."""
     given = _integers(*(x for x in (a, min, max) if x is not None))
     if given is None or not all(read.fits(x, tensor(node).dtype) for x in given):
         return None
-    value, low = given[0], None if min is None else given[1]
-    high = None if max is None else given[-1]
-    if any(map(read.is_data, given)):
-        span = _span(read, value)
-        span = span if low is None else _larger(read, span, _span(read, low))
-        span = span if high is None else _smaller(read, span, _span(read, high))
-        return read.unknown(node, index, span)
-    tree: Tree = value
-    if low is not None:
-        tree = if_else(read.atoms.at_least_zero(value - low), value, low)
-    if high is not None:
-        below = apply(lambda x: read.atoms.at_least_zero(high - x), tree)
-        tree = if_else(below, tree, high)
+    tree: Tree = given[0]
+    if min is not None:
+        tree = if_else(read.atoms.at_least_zero(given[0] - given[1]), given[0], given[1])
+    if max is not None:
+        below = apply(lambda x: read.atoms.at_least_zero(given[-1] - x), tree)
+        tree = if_else(below, tree, given[-1])
     return tree
 
 
@@ -150,31 +140,6 @@ for _target in (aten.clamp.default, aten.clamp.Tensor, aten.maximum.default):
 LEAF_RULES[aten.clamp_min.default] = LEAF_RULES[aten.clamp_min.Tensor] = _clamp
 for _target in (aten.minimum.default, aten.clamp_max.default, aten.clamp_max.Tensor):
     LEAF_RULES[_target] = _clamp_max
-
-
-def _span(read: Elements, expr: Size) -> Range:
-    return Range(read.prover.lowest(expr, read.box), read.prover.highest(expr, read.box))
-
-
-def _larger(read: Elements, a: Range, b: Range) -> Range:
-    """Bounds of max(x, y)."""
-    lows = [x for x in (a.low, b.low) if x is not None]
-    low = next((x for x in lows if all(read.prover.known(x - y) for y in lows)), None)
-    if low is None:
-        low = next(iter(lows), None)
-    if a.high is None or b.high is None:
-        return Range(low, None)
-    highs = ((a.high, b.high), (b.high, a.high))
-    return Range(low, next((x for x, y in highs if read.prover.known(x - y)), None))
-
-
-def _smaller(read: Elements, a: Range, b: Range) -> Range:
-    """Bounds of min(x, y)."""
-    return _mirror(_larger(read, _mirror(a), _mirror(b)))
-
-
-def _mirror(a: Range) -> Range:
-    return Range(None if a.high is None else -a.high, None if a.low is None else -a.low)
 
 
 def _where(

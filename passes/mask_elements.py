@@ -67,8 +67,8 @@ class Elements:
             self.box[symbol] = Range(sympy.Integer(0), length - 1)
         return self._axes[name, length]
 
-    def unknown(self, node: fx.Node, index: Index, span: Range | None = None) -> Tree:
-        """The element of a tensor whose values are not known; an integer may have bounds."""
+    def unknown(self, node: fx.Node, index: Index) -> Tree:
+        """The element of a tensor whose values are not known."""
         dtype = tensor(node).dtype
         if dtype == torch.bool:
             return self.atoms.datum(node, index)
@@ -76,7 +76,7 @@ class Elements:
             return Unknown.FLOAT
         if (node, index) not in self._unknowns:
             symbol = self._unknowns[node, index] = self._symbol(node.name)
-            self.box[symbol] = span or dtype_range(dtype)
+            self.box[symbol] = dtype_range(dtype)
         found: Tree = self._unknowns[node, index]
         return found
 

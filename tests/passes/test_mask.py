@@ -74,6 +74,9 @@ CAUSAL = [
     ("keep", "(ar(K)[None, :] <= ar(K)[:, None])[P:P + Q]"),
     ("keep", "(ar(K)[None, :] <= ar(2 * K)[:, None])[P : P + Q]"),
     ("keep", "torch.stack([ar(K), ar(K) + 1])[0][None] <= ar(Q)[:, None] + P"),
+    ("keep", "ar(-K, K)[None, -K:] <= ar(Q)[:, None] + P"),
+    ("keep", f"{KEY} <= {QUERY} + ar(P + 1)[-1]"),
+    ("keep", f"{KEY} <= {QUERY} + ar(P + 1).select(0, -1)"),
     ("keep", "torch.ones(Q, K, dtype=torch.bool).tril(P)"),
     ("keep", "torch.tril(torch.ones(K, K, dtype=torch.bool))[P:P + Q, :]"),
     ("drop", "torch.ones(Q, K, dtype=torch.bool).triu(P + 1)"),
@@ -119,6 +122,7 @@ CAUSAL = [
     ("add", f"({KEY} > {QUERY} + P) * FMIN"),
     ("add", f"torch.where({KEY} <= {QUERY} + P, 0.0, FMIN).double() * 2"),
     ("add", f"torch.where({KEY} <= {QUERY} + P, 0.0, -inf).to(torch.bfloat16)"),
+    ("add", f"({KEY} > {QUERY} + P).to(torch.bfloat16) * torch.tensor(-1e38)"),
     ("add", "torch.full((Q, K), -inf).triu(P + 1)"),
     ("add", "torch.full((Q, K), FMIN).triu(1) * (ar(K)[None, :] > ar(Q)[:, None] + P)"),
     ("add", f"({KEY} <= {QUERY} + P).float().log()"),
@@ -316,6 +320,8 @@ NOT_VISIBLE = [
     ("keep", f"({KEY}.to(torch.uint8) - 1) < P"),
     ("keep", f"({KEY}.to(torch.int8) * 20) >= 0"),
     ("keep", f"({KEY} + (2**63 - 10)) >= 0"),
+    ("keep", "ar(K, dtype=torch.int32)[None, :] <= t0.clamp(min=2**32, max=2**32)"),
+    ("keep", "ar(K, dtype=torch.int8)[None, :] <= torch.tensor(2**8)"),
     ("keep", f"({KEY} // 4) <= 1"),
     ("keep", f"({KEY} % 4) < 3"),
     ("keep", f"{KEY}.flip(-1) <= {QUERY} + P - 3"),
@@ -416,9 +422,7 @@ def test_a_mask_of_another_dtype_is_a_term(mask_dtype):
 
 
 def test_very_deep_and_very_wide_masks_are_terms():
-    deep = "dqk" + " & dqk" * 3
-    for _ in range(90):
-        deep = f"~({deep})"
+    deep = "(dqk & ~dqk)" + ".logical_not()" * 300
     wide = " ^ ".join(f"({KEY} * {i} <= {QUERY} + t0 * {i})" for i in range(1, 12))
     for text in (deep, wide):
         asked = scene(text)
