@@ -121,7 +121,7 @@ class Draw:
         )
 
     def atom(self) -> str:
-        compare = f"({self.integer(1)} {self.pick('<=', '<', '>=', '>', '==', '!=')} "
+        compare = f"({self.integer(1)} + 0 * ar(K) {self.pick('<=', '<', '>=', '>', '==', '!=')} "
         return self.pick(
             f"{compare}{self.integer(1)})",
             f"{compare}{self.integer(2)})",
