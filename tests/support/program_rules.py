@@ -153,6 +153,7 @@ def owed(program: Program) -> bool:
     mask = program.mask
     promised = [
         any(_owed_segments(program)),
+        not (_symbolic(program) and _beyond_proof(program)),
         program.heads not in ("grouped", "broadcast", "before"),
         program.scores != "baddbmm",
         program.scaling not in ("k", "both"),
@@ -163,6 +164,25 @@ def owed(program: Program) -> bool:
         mask.additive != "times",
     ]
     return all(promised)
+
+
+def _symbolic(program: Program) -> bool:
+    """Some compile of it has symbolic sizes."""
+    return program.dynamic is True or (program.dynamic is None and len(program.calls) > 1)
+
+
+def _beyond_proof(program: Program) -> bool:
+    """What holds of the sizes at hand and not of all sizes that a symbol may stand for.
+
+    `arange(N) // (N // B)` repeats rows only where B divides N; two groupings of the batch nest
+    only where their numbers say so; and literal sizes name a product of several symbols.
+    """
+    spellings = {s for segment in program.segments for s in (segment.spelling, segment.v_spelling)}
+    return (
+        (program.dims == "shape" and bool(spellings & {"index_select", "index_arange"}))
+        or any(segment.rows == "modulo" for segment in program.segments)
+        or program.dims == "literal"
+    )
 
 
 def _owed_segments(program: Program) -> Iterator[bool]:
