@@ -14,6 +14,8 @@ from torch import Tensor
 Size = int | torch.SymInt
 
 _FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_FP8 = torch.float8_e4m3fn
+_INTEGERS = (torch.int32, torch.int64)
 _ACCUMULATION = (torch.float32, torch.float64)
 
 
@@ -22,10 +24,18 @@ def check_attend(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    branches: Size,
-    q_positions: Tensor | None,
-    window: Size | None,
-    softcap: float | None,
+    *,
+    branches: Size = 1,
+    scale: float | None = None,
+    q_positions: Tensor | None = None,
+    kv_start: Size = 0,
+    window: Size | None = None,
+    softcap: float | None = None,
+    kv_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> None:
     """Arguments of `cascade::attend`.
 
@@ -34,34 +44,75 @@ def check_attend(
         ValueError: a rank, size, device or number is not.
     """
     op = "attend"
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _rank(op, name, tensor, 4)
-        _like(op, name, tensor, "q", q)
-    _dtype(op, "q", q, _FLOATING)
+    _check_kv_dtypes(q, k, v, k_scale, v_scale)
     if _known(branches < 1):
         raise _error(op, "branches", "at least 1", branches)
-    rows = branches * k.size(0)
-    _size(op, "q", q, 0, rows, "branches * k.size(0)")
+    rows, keys = _check_rows(q, k, page_table, branches)
     if _known(k.size(1) < 1) or _known(q.size(1) % k.size(1) != 0):
         raise _error(op, "q", f"size(1) a multiple of k.size(1) = {k.size(1)}", q.size(1))
     _size(op, "k", k, 3, q.size(3), "q.size(3)")
     for dim in range(3):
         _size(op, "v", v, dim, k.size(dim), f"k.size({dim})")
     if mask is not None:
-        _check_mask(op, mask, q, (q.size(0), q.size(1), q.size(2), k.size(2)))
+        _check_mask(op, mask, q, (q.size(0), q.size(1), q.size(2), keys))
     if q_positions is not None:
         _dtype(op, "q_positions", q_positions, (torch.int64,))
         _broadcasts(op, "q_positions", q_positions, (q.size(0), q.size(2)))
         _device(op, "q_positions", q_positions, "q", q)
-    if window is not None and q_positions is None:
-        raise _error(op, "window", "None where q_positions is None", window)
+    for name, option in (("window", window), ("alibi_slopes", alibi_slopes)):
+        if option is not None and q_positions is None:
+            raise _error(op, name, "None where q_positions is None", _shown(option))
     if window is not None and _known(window < 1):
         raise _error(op, "window", "at least 1", window)
     if softcap is not None and _known(softcap <= 0):
         raise _error(op, "softcap", "a positive number", softcap)
+    _vector(op, "kv_lens", kv_lens, _INTEGERS, rows, "the number of KV rows", q)
+    slopes = (torch.float32,)
+    _vector(op, "alibi_slopes", alibi_slopes, slopes, q.size(1), "q.size(1)", q)
 
 
-def check_merge(o: Sequence[Tensor], lse: Sequence[Tensor]) -> None:
+def _check_kv_dtypes(
+    q: Tensor, k: Tensor, v: Tensor, k_scale: Tensor | None, v_scale: Tensor | None
+) -> None:
+    """Ranks, dtypes and devices of q, k, v; k and v are like q, or both fp8 with scales."""
+    op = "attend"
+    fp8 = k.dtype == _FP8
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        _rank(op, name, tensor, 4)
+        _device(op, name, tensor, "q", q)
+    if fp8:
+        _like(op, "v", v, "k", k)
+    else:
+        _like(op, "k", k, "q", q)
+        _like(op, "v", v, "q", q)
+    _dtype(op, "q", q, _FLOATING[:3] if fp8 else _FLOATING)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is not None and not fp8:
+            expected = f"None where k and v are not {_FP8}"
+            raise _error(op, name, expected, _shown(scale))
+        _vector(op, name, scale, (torch.float32,), k.size(1), "k.size(1)", q)
+
+
+def _check_rows(
+    q: Tensor, k: Tensor, page_table: Tensor | None, branches: Size
+) -> tuple[Size, Size]:
+    """The numbers R and L of KV rows and keys; checks the page table and q's rows against them."""
+    op = "attend"
+    if page_table is None:
+        _size(op, "q", q, 0, branches * k.size(0), "branches * k.size(0)")
+        return k.size(0), k.size(2)
+    _rank(op, "page_table", page_table, 2)
+    _dtype(op, "page_table", page_table, _INTEGERS)
+    _device(op, "page_table", page_table, "q", q)
+    for dim, meaning in ((0, "block"), (2, "key in a page")):
+        if _known(k.size(dim) < 1):
+            raise _error(op, "k", f"at least 1 {meaning} where page_table is given", _shape(k))
+    rows = page_table.size(0)
+    _size(op, "q", q, 0, branches * rows, "branches * page_table.size(0)")
+    return rows, page_table.size(1) * k.size(2)
+
+
+def check_merge(o: Sequence[Tensor], lse: Sequence[Tensor], *, sinks: Tensor | None = None) -> None:
     """Arguments of `cascade::merge`.
 
     Raises:
@@ -79,6 +130,10 @@ def check_merge(o: Sequence[Tensor], lse: Sequence[Tensor]) -> None:
             _like(op, name, tensor, "o[0]", o[0])
             for dim in range(tensor.dim()):
                 _size(op, name, tensor, dim, o[0].size(dim), f"o[0].size({dim})")
+    if sinks is not None:
+        _dtype(op, "sinks", sinks, [d for d in _FLOATING if d in (*_FLOATING[:3], o[0].dtype)])
+        _device(op, "sinks", sinks, "o[0]", o[0])
+        _broadcasts(op, "sinks", sinks, tuple(lse[0].shape))
 
 
 def check_reuse_kv(
@@ -134,6 +189,24 @@ def _size(op: str, name: str, tensor: Tensor, dim: int, size: Size, meaning: str
         raise _error(op, name, f"size({dim}) == {meaning} = {size}", _shape(tensor))
 
 
+def _vector(
+    op: str,
+    name: str,
+    tensor: Tensor | None,
+    dtypes: Sequence[torch.dtype],
+    size: Size,
+    meaning: str,
+    q: Tensor,
+) -> None:
+    """An optional 1-D tensor of `size` numbers on the device of q."""
+    if tensor is None:
+        return
+    _rank(op, name, tensor, 1)
+    _dtype(op, name, tensor, dtypes)
+    _device(op, name, tensor, "q", q)
+    _size(op, name, tensor, 0, size, meaning)
+
+
 def _broadcasts(op: str, name: str, tensor: Tensor, shape: tuple[Size, ...]) -> None:
     """Each dim of `tensor`, from the last, is 1 or that of `shape`."""
     pairs = list(zip(reversed(tensor.shape), reversed(shape), strict=False))
@@ -164,6 +237,10 @@ def _like(op: str, name: str, tensor: Tensor, other: str, reference: Tensor) -> 
 
 def _shape(tensor: Tensor) -> str:
     return f"shape {tuple(tensor.shape)}"
+
+
+def _shown(argument: object) -> object:
+    return f"a tensor of {_shape(argument)}" if isinstance(argument, Tensor) else argument
 
 
 def _error(op: str, name: str, expected: str, actual: object) -> ValueError:

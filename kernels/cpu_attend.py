@@ -1,6 +1,7 @@
 """`cascade::attend` in plain functional torch: the CPU's flash kernel, and the formula itself.
 
-Both functions compute the contract of `kernels/ops.py`. They are run eagerly and also traced on
+Both functions compute the contract of `kernels/ops.py`, its extended forms by way of
+`kernels/dense.py`. They are run eagerly and also traced on
 fake tensors and inlined into compiled graphs, so they only ask what is provable about a size
 (`known`) and never branch on data.
 
@@ -17,6 +18,8 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from torch_cascade.kernels.dense import dense
 
 Size = int | torch.SymInt
 
@@ -67,18 +70,37 @@ def attend_cpu(
     kv_start: Size = 0,
     window: Size | None = None,
     softcap: float | None = None,
+    kv_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`cascade::attend` through the CPU's flash attention kernel, where that can compute it.
 
-    K and V are neither copied nor expanded, except that bfloat16 and float16 are first converted to
-    float32: the kernel rounds its output to the input dtype, and a partial output must not be
-    rounded before the merge.
+    K and V are neither copied nor expanded, except for the options that `dense` resolves, and that
+    bfloat16 and float16 are first converted to float32: the kernel rounds its output to the input
+    dtype, and a partial output must not be rounded before the merge.
 
     Args: see `torch_cascade.kernels.ops.attend`.
 
     Returns:
         o [N, Hq, M, Dv] and lse [N, Hq, M], contiguous, in the accumulation dtype.
     """
+    k, v, mask = dense(
+        q,
+        k,
+        v,
+        mask,
+        branches=branches,
+        q_positions=q_positions,
+        kv_start=kv_start,
+        kv_lens=kv_lens,
+        page_table=page_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+    )
     if not _flash_computes(q, k, v, softcap):
         return attend_math(
             q,
@@ -123,6 +145,11 @@ def attend_math(
     kv_start: Size = 0,
     window: Size | None = None,
     softcap: float | None = None,
+    kv_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`cascade::attend` as two matrix products around a softmax: every case, on every device.
 
@@ -134,6 +161,20 @@ def attend_math(
     Returns:
         o [N, Hq, M, Dv] and lse [N, Hq, M], contiguous, in the accumulation dtype.
     """
+    k, v, mask = dense(
+        q,
+        k,
+        v,
+        mask,
+        branches=branches,
+        q_positions=q_positions,
+        kv_start=kv_start,
+        kv_lens=kv_lens,
+        page_table=page_table,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+    )
     acc = _accumulation_dtype(q)
     sizes = _Sizes.of(q, k, branches)
     if known(k.size(2) == 0):

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-def merge_torch(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge_torch(
+    o: Sequence[Tensor], lse: Sequence[Tensor], *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Partial attentions over disjoint key sets -> the attention over their union.
 
     The contract is that of `torch_cascade.kernels.ops.merge`. Pointwise ops only, and no stacked
@@ -18,6 +20,7 @@ def merge_torch(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Ten
     Args:
         o: partial outputs, each [..., D].
         lse: their log-sum-exps, each [...].
+        sinks: scores of one more key a row, of value zero; broadcastable to [...].
 
     Returns:
         o [..., D] and lse [...], contiguous, aliasing no part.
@@ -25,10 +28,15 @@ def merge_torch(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Ten
     top = lse[0]
     for part in lse[1:]:
         top = torch.maximum(top, part)
+    if sinks is not None:  # a part whose output is zero: it takes its share of the weights only
+        sinks = sinks if sinks.dtype == top.dtype else sinks.to(top.dtype)
+        top = torch.maximum(top, sinks)
     weights = [_weight(part, top) for part in lse]
     total = weights[0]
     for weight in weights[1:]:
         total = total + weight
+    if sinks is not None:
+        total = total + _weight(sinks, top)
     merged = _weighted(o[0], weights[0], total)
     for part, weight in zip(o[1:], weights[1:], strict=True):
         merged = merged + _weighted(part, weight, total)

@@ -25,35 +25,17 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
-from torch_cascade.kernels.checks import (
-    check_attend,
-    check_merge,
-    check_no_grad,
-    check_reuse_kv,
-)
-from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
-from torch_cascade.kernels.merge import merge_torch
-from torch_cascade.kernels.sdpa import sdpa_torch
+from torch_cascade.kernels.register import SCHEMAS
+
+__all__ = ["SCHEMAS", "attend", "merge", "reuse_kv", "sdpa"]
 
 Size = int | torch.SymInt
-
-SCHEMAS = {
-    "sdpa": "(Tensor q, Tensor k, Tensor v, Tensor? attn_mask=None, bool is_causal=False, *, "
-    "float? scale=None, bool enable_gqa=False) -> Tensor",
-    "attend": "(Tensor q, Tensor k, Tensor v, Tensor? mask=None, *, SymInt branches=1, "
-    "float? scale=None, Tensor? q_positions=None, SymInt kv_start=0, SymInt? window=None, "
-    "float? softcap=None) -> (Tensor o, Tensor lse)",
-    "merge": "(Tensor[] o, Tensor[] lse) -> (Tensor o, Tensor lse)",
-    "reuse_kv": "(Tensor k, Tensor v, Tensor k_cached, Tensor v_cached, Tensor fresh_rows) -> "
-    "(Tensor k, Tensor v)",
-}
 
 
 def sdpa(
@@ -113,18 +95,24 @@ def attend(
     kv_start: Size = 0,
     window: Size | None = None,
     softcap: float | None = None,
+    kv_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over one segment of the keys, as a partial result that `merge` can complete.
 
     `o = softmax(s) v` and `lse = log sum_j exp(s_j)` over the scores `s = q k^T * scale`
-    (soft-capped, then masked). All rules of visibility that are given apply together. A query that
-    sees no key has o = 0 and lse = -inf, the identity of `merge`; so has every query where L = 0.
+    (soft-capped, then biased and masked). All rules of visibility that are given apply together. A
+    query that sees no key has o = 0 and lse = -inf, the identity of `merge`; so has every query
+    where L = 0.
 
     Args:
-        q: queries [N, Hq, M, Dk]; float32, bfloat16, float16 or float64.
-        k: keys [R, Hkv, L, Dk], dtype of q; query row n reads KV row n // branches, query head h
-            reads KV head h // (Hq // Hkv).
-        v: values [R, Hkv, L, Dv], dtype of q; Dv may differ from Dk.
+        q: queries [N, Hq, M, Dk]; float32, bfloat16, float16 or float64 (not with fp8 k and v).
+        k: keys [R, Hkv, L, Dk], dtype of q or float8_e4m3fn; query row n reads KV row
+            n // branches, query head h reads KV head h // (Hq // Hkv).
+        v: values [R, Hkv, L, Dv], dtype of k; Dv may differ from Dk.
         mask: broadcastable to [N, Hq, M, L]; bool (True = visible), or floating (added to the
             scaled scores in the accumulation dtype; float64 only with float64 q).
         branches: T, query rows for each KV row: N = R * T.
@@ -133,7 +121,19 @@ def attend(
             kv_start + j <= q_positions[n, m].
         kv_start: position of key 0; read only with q_positions.
         window: also hide key j unless kv_start + j > q_positions[n, m] - window; needs q_positions.
-        softcap: c > 0 replaces each score s by c * tanh(s / c), before the masks.
+        softcap: c > 0 replaces each score s by c * tanh(s / c), before biases and masks.
+        kv_lens: int32 or int64 [R]: key j of KV row r is visible only if j < kv_lens[r]. Any value
+            is allowed: from 0 down no key is visible, from L up all are. The keys and values that
+            it hides may hold anything, NaN included.
+        page_table: int32 or int64 [R, P]: k and v are then pools [blocks, Hkv, page_size, D] (any
+            strides, as of a transposed view of [blocks, page_size, Hkv, D]), L = P * page_size,
+            and key j of KV row r is k[page_table[r, j // page_size], :, j % page_size]. An entry
+            whose page lies wholly at or past kv_lens[r] may be any number (such as -1); the others
+            must name a block.
+        k_scale: float32 [Hkv], only with fp8: the keys are k * k_scale[head]; None for 1.
+        v_scale: likewise for the values.
+        alibi_slopes: float32 [Hq]: adds alibi_slopes[h] * (kv_start + j - q_positions[n, m]) to
+            the scaled and soft-capped score; needs q_positions.
 
     Returns:
         o [N, Hq, M, Dv] and lse [N, Hq, M] (natural logarithm), both contiguous and both in the
@@ -146,13 +146,23 @@ def attend(
 
     Source:
         Hydragen (arXiv 2402.05099), Flash-Decoding and FlashInfer compute such partials;
-        soft-capping as in Gemma 2 (arXiv 2408.00118).
+        soft-capping as in Gemma 2 (arXiv 2408.00118); pages as in vLLM (arXiv 2309.06180); ALiBi
+        (arXiv 2108.12409).
 
     Example:
         >>> q, kv = torch.randn(6, 4, 1, 16), torch.randn(2, 2, 9, 16)
         >>> o, lse = attend(q, kv, kv, branches=3)
         >>> tuple(o.shape), tuple(lse.shape)
         ((6, 4, 1, 16), (6, 4, 1))
+
+        Two requests of 5 and 8 keys in pages of 4; the first leaves its last page entry unused:
+
+        >>> pool = torch.randn(7, 2, 4, 16)
+        >>> table, lens = torch.tensor([[6, 2, -1], [0, 5, 1]]), torch.tensor([5, 8])
+        >>> o, _ = attend(q, pool, pool, branches=3, page_table=table, kv_lens=lens)
+        >>> first = torch.cat([pool[6], pool[2]], 1)[None, :, :5]
+        >>> torch.allclose(o[:3], attend(q[:3], first, first, branches=3)[0], atol=1e-5)
+        True
     """
     return cast(
         "tuple[Tensor, Tensor]",
@@ -167,11 +177,18 @@ def attend(
             kv_start=kv_start,
             window=window,
             softcap=softcap,
+            kv_lens=kv_lens,
+            page_table=page_table,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            alibi_slopes=alibi_slopes,
         ),
     )
 
 
-def merge(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def merge(
+    o: Sequence[Tensor], lse: Sequence[Tensor], *, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Partial attentions over disjoint key sets -> the attention over their union.
 
     `lse = log sum_i e^lse_i` and `o = sum_i e^(lse_i - lse) o_i`, computed relative to the largest
@@ -181,13 +198,19 @@ def merge(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     if all are -inf the result is (0, -inf). An lse of +inf can only come from overflow: the result
     then has lse = +inf, and o is the mean of the parts at +inf. An lse of NaN stays NaN.
 
+    Attention sinks are one more key a row, of value zero: with them, lse' = log(e^lse + e^sink) and
+    o' = e^(lse - lse') o. They count once, however many parts there are; so of nested merges only
+    one may have them. A sink of -inf is none. A row that saw no key has o = 0 and lse = its sink.
+
     Args:
         o: one partial output or more, each [..., D], all float32 or all float64.
         lse: their log-sum-exps (natural logarithm), each [...], dtype of o.
+        sinks: scores of the sinks, broadcastable to [...], such as [Hq, 1] for one a head; float32,
+            bfloat16, float16, or float64 where the parts are.
 
     Returns:
-        o [..., D] and lse [...], contiguous, dtype of the parts. One part comes back unchanged, as
-        a copy (with o = 0 where its lse is -inf).
+        o [..., D] and lse [...], contiguous, dtype of the parts. One part without
+        sinks comes back unchanged, as a copy (with o = 0 where its lse is -inf).
 
     Raises:
         TypeError: a dtype differs from the above.
@@ -197,14 +220,20 @@ def merge(o: Sequence[Tensor], lse: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     Source:
         Online softmax (arXiv 1805.02867); the merge of partial attention states in Flash-Decoding,
         Hydragen (arXiv 2402.05099, section 3.1) and FlashInfer (arXiv 2501.01005, section 2.2; its
-        lse is base 2, ours is base e).
+        lse is base 2, ours is base e). Sinks as in gpt-oss (arXiv 2508.10925) and StreamingLLM's
+        zero sink (arXiv 2309.17453).
 
     Example:
         >>> ones, empty = torch.ones(1, 4), torch.full((1,), -torch.inf)
         >>> merge([ones, 5 * ones], [torch.zeros(1), empty])[0]
         tensor([[1., 1., 1., 1.]])
+
+        A sink as likely as all keys together takes half:
+
+        >>> merge([ones], [torch.zeros(1)], sinks=torch.zeros(1))[0]
+        tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
     """
-    return cast("tuple[Tensor, Tensor]", torch.ops.cascade.merge(list(o), list(lse)))
+    return cast("tuple[Tensor, Tensor]", torch.ops.cascade.merge(list(o), list(lse), sinks=sinks))
 
 
 def reuse_kv(
@@ -241,111 +270,3 @@ def reuse_kv(
         "tuple[Tensor, Tensor]",
         torch.ops.cascade.reuse_kv(k, v, k_cached, v_cached, fresh_rows),
     )
-
-
-# --- what the dispatcher calls --------------------------------------------------------------------
-
-
-def _attend_fake(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    _check_attend(q, k, v, mask, options)
-    rows = (q.size(0), q.size(1), q.size(2))
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*rows, v.size(3)), dtype=dtype), q.new_empty(rows, dtype=dtype)
-
-
-def _attend_eager(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Any]:
-    def checked(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        _check_attend(q, k, v, mask, options)
-        return kernel(q, k, v, mask, **options)
-
-    return checked
-
-
-def _check_attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> None:
-    get = options.get
-    branches, positions = get("branches", 1), get("q_positions")
-    check_attend(q, k, v, mask, branches, positions, get("window"), get("softcap"))
-
-
-def _merge_eager(o: list[Tensor], lse: list[Tensor]) -> tuple[Tensor, Tensor]:
-    check_merge(o, lse)
-    return merge_torch(o, lse)
-
-
-def _merge_fake(o: list[Tensor], lse: list[Tensor]) -> tuple[Tensor, Tensor]:
-    check_merge(o, lse)
-    return o[0].new_empty(o[0].shape), lse[0].new_empty(lse[0].shape)
-
-
-def _reuse_kv(
-    k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor, fresh_rows: Tensor
-) -> tuple[Tensor, Tensor]:
-    check_reuse_kv(k, v, k_cached, v_cached, fresh_rows)
-    layout = torch.contiguous_format
-    return k.clone(memory_format=layout), v.clone(memory_format=layout)
-
-
-def _refuse_grad(name: str) -> Callable[..., Any]:
-    """The autograd kernel of an op: no derivative is better than a silently detached result."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        check_no_grad(name, tensors)
-        with torch._C._AutoDispatchBelowAutograd():
-            return getattr(torch.ops.cascade, name)(*args, **kwargs)
-
-    return kernel
-
-
-def _autocast(name: str, device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
-    """The autocast kernel of an op: casts what torch's lower-precision policy casts, for sdpa only.
-
-    The nested call runs with autocast off, else the products inside would be cast one by one.
-    """
-
-    def cast_argument(tensor: Tensor) -> Tensor:
-        eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-        here = tensor.device.type == device_type
-        return tensor.to(torch.get_autocast_dtype(device_type)) if eligible and here else tensor
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            if name == "sdpa":
-                args, kwargs = tree_map_only(Tensor, cast_argument, (args, kwargs))
-            return getattr(torch.ops.cascade, name)(*args, **kwargs)
-
-    return kernel
-
-
-_EAGER: dict[str, Callable[..., Any]] = {
-    "sdpa": sdpa_torch,
-    "attend": _attend_eager(attend_math),
-    "merge": _merge_eager,
-    "reuse_kv": _reuse_kv,
-}
-_FAKE: dict[str, Callable[..., Any]] = {
-    "sdpa": sdpa_torch,
-    "attend": _attend_fake,
-    "merge": _merge_fake,
-    "reuse_kv": _reuse_kv,
-}
-_AUTOCAST = {
-    "cpu": torch._C.DispatchKey.AutocastCPU,
-    "cuda": torch._C.DispatchKey.AutocastCUDA,
-}
-
-_library = cast("Callable[..., Any]", torch.library.Library)("cascade", "DEF")
-for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _EAGER[_name], "CompositeExplicitAutograd")
-    _library.impl(_name, _refuse_grad(_name), "Autograd")
-    for _device_type, _key in _AUTOCAST.items():
-        _library.impl(_name, _autocast(_name, _device_type, _key), _key.name)
-    torch.library.register_fake(f"cascade::{_name}", _FAKE[_name], lib=_library)
-_library.impl("attend", _attend_eager(attend_cpu), "CPU")

@@ -26,6 +26,11 @@ def attend_reference(
     kv_start: int = 0,
     window: int | None = None,
     softcap: float | None = None,
+    kv_lens: Tensor | None = None,
+    page_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """`cascade::attend` in the most obvious code.
@@ -36,12 +41,21 @@ def attend_reference(
         o [N, Hq, M, Dv] and lse [N, Hq, M], in `dtype`.
     """
     group = q.size(1) // k.size(1)
-    k = k.to(dtype).repeat_interleave(branches, 0).repeat_interleave(group, 1)
-    v = v.to(dtype).repeat_interleave(branches, 0).repeat_interleave(group, 1)
+    k, v = (
+        _keys(k, k_scale, kv_lens, page_table, dtype),
+        _keys(v, v_scale, kv_lens, page_table, dtype),
+    )
+    k = k.repeat_interleave(branches, 0).repeat_interleave(group, 1)
+    v = v.repeat_interleave(branches, 0).repeat_interleave(group, 1)
     scores = q.to(dtype) @ k.transpose(-1, -2)
     scores = scores * (1.0 / math.sqrt(q.size(-1)) if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        assert q_positions is not None
+        query = q_positions.expand(q.size(0), q.size(2))[:, None, :, None]
+        key = torch.arange(kv_start, kv_start + k.size(2), device=q.device)
+        scores = scores + alibi_slopes.to(dtype)[:, None, None] * (key - query).to(dtype)
     if mask is not None and mask.dtype == torch.bool:
         scores = torch.where(mask, scores, -math.inf)
     elif mask is not None:
@@ -50,13 +64,22 @@ def attend_reference(
         rows = q_positions.expand(q.size(0), q.size(2))
         visible = positions_visible(rows, k.size(2), kv_start, window).unsqueeze(1)
         scores = torch.where(visible, scores, -math.inf)
+    if kv_lens is not None:
+        for n in range(q.size(0)):
+            scores[n, :, :, max(0, int(kv_lens[n // branches])) :] = -math.inf
     return _softmax_times(scores, v)
 
 
 def merge_reference(
-    o: Sequence[Tensor], lse: Sequence[Tensor], *, dtype: torch.dtype = torch.float64
+    o: Sequence[Tensor],
+    lse: Sequence[Tensor],
+    *,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """`cascade::merge` in the most obvious code, for finite outputs and an lse below +inf."""
+    if sinks is not None:  # the sink is a key of value zero: a part of its own
+        o, lse = [*o, torch.zeros_like(o[0])], [*lse, sinks.expand(lse[0].shape)]
     lse_parts = torch.stack([part.to(dtype) for part in lse], -1)  # [..., parts]
     o_parts = torch.stack([part.to(dtype) for part in o], -2)  # [..., parts, D]
     out, total = _softmax_times(lse_parts.unsqueeze(-2), o_parts)
@@ -93,6 +116,26 @@ def positions_visible(
     key = torch.arange(kv_start, kv_start + keys, device=q_positions.device)
     visible = key <= position
     return visible if window is None else visible & (key > position - window)
+
+
+def _keys(
+    x: Tensor,
+    scale: Tensor | None,
+    kv_lens: Tensor | None,
+    page_table: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """K or V as [R, Hkv, L, D] in `dtype`, with zeros where `kv_lens` says that no key is."""
+    rows, heads = x.size(0) if page_table is None else page_table.size(0), x.size(1)
+    keys = x.size(2) if page_table is None else page_table.size(1) * x.size(2)
+    found = torch.zeros(rows, heads, keys, x.size(3), dtype=dtype, device=x.device)
+    for r in range(rows):
+        for j in range(keys if kv_lens is None else min(keys, int(kv_lens[r]))):
+            block, slot = r, j
+            if page_table is not None:
+                block, slot = int(page_table[r, j // x.size(2)]), j % x.size(2)
+            found[r, :, j] = x[block, :, slot].to(dtype)
+    return found if scale is None else found * scale.to(dtype)[:, None, None]
 
 
 def _softmax_times(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
