@@ -110,7 +110,7 @@ def _alibi(slopes: Tensor, q: Tensor, q_positions: Tensor, kv_start: Size, keys:
     """slope_h * (position of the key - position of the query): [1|N, Hq, 1|M, L]."""
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     rows, queries = (1,) * (2 - q_positions.dim()) + tuple(q_positions.shape)
-    key = torch.arange(keys, device=q.device).add(cast("int", kv_start))
+    key = torch.arange(cast("int", keys), device=q.device).add(cast("int", kv_start))
     distance = key - q_positions.view(rows, 1, queries, 1)  # in integers: exact at any position
     return slopes.to(acc).view(1, -1, 1, 1) * distance.to(acc)
 
