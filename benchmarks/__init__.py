@@ -1,0 +1,1 @@
+"""Measurements on a GPU: one attention, and whole decoding steps. Not part of the installation."""

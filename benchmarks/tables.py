@@ -1,0 +1,81 @@
+"""A record as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+
+from torch_cascade.benchmarks.record import OK, WRONG, Line, Record, Result
+
+SHORT = {"out of memory": "no memory", "missing": "-"}
+
+
+def table(record: Record, engines: Sequence[str], ours: Sequence[str]) -> Table:
+    """Lines of the record as rows, engines as columns: time, and times the floor.
+
+    Args:
+        record: what was measured.
+        engines: columns, in this order.
+        ours: those whose goal it is; green where they reach it.
+    """
+    drawn = Table(box=box.SIMPLE_HEAD)
+    drawn.add_column(record.columns, no_wrap=True)
+    for name in ("floor", "goal", *engines):
+        drawn.add_column(name, justify="right")
+    for line in record.lines:
+        cells = [cell(line, line.results.get(name), name in ours) for name in engines]
+        drawn.add_row(line.label, number(line.floor), number(line.goal), *cells)
+    return drawn
+
+
+def title(record: Record) -> str:
+    """Device, ceilings and unit in one line."""
+    ceilings = record.ceilings
+    return (
+        f"{record.benchmark} on {record.device}: {record.unit} (times the floor); "
+        f"read {ceilings.read / 1e12:.2f} TB/s, matmul {ceilings.matmul / 1e12:.0f} TFLOP/s"
+    )
+
+
+def cell(line: Line, result: Result | None, ours: bool) -> str:
+    """Time and ratio to the floor, or what happened instead.
+
+    `*`: no CUDA graph could be captured, so launches are in the time.
+    """
+    if result is None:
+        return ""
+    if result.status != OK or result.time is None:
+        said = SHORT.get(result.status, result.status)
+        return f"[bold red]{said}[/]" if result.status == WRONG else said
+    median = result.time.median
+    mark = "" if result.details.get("captured", True) else "*"
+    text = f"{number(median)}{mark} ({number(median / line.floor)})"
+    if not ours:
+        return text
+    return f"[{'green' if median <= line.goal else 'yellow'}]{text}[/]"
+
+
+def number(value: float) -> str:
+    """Three figures, without an exponent."""
+    if value >= 100:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def complaints(record: Record) -> list[str]:
+    """One line for each engine that was not timed at some sizes, and why."""
+    said: dict[tuple[str, str, str], list[str]] = {}
+    for line in record.lines:
+        for name, result in line.results.items():
+            if result.status != OK:
+                key = (name, result.status, result.reason or "")
+                said.setdefault(key, []).append(line.label)
+            elif not result.details.get("captured", True):
+                refusal = str(result.details.get("capture_refusal"))
+                said.setdefault((name, "no graph (*)", refusal), []).append(line.label)
+    return [
+        f"{name}: {status} at {' '.join(labels)}{': ' + reason if reason else ''}"
+        for (name, status, reason), labels in said.items()
+    ]
