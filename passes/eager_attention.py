@@ -1,13 +1,15 @@
 """Hand-written attention: matmul, scale, mask, softmax, matmul, in whatever spelling.
 
-    bmm(view(softmax(mask(scale(view(bmm(q, k^T)))))), v)
+    bmm(view(softmax(mask(cap(scale(view(bmm(q, k^T))))))), v)
 
 A candidate is a `bmm` one operand of which is a softmax of another `bmm`. Everything between the
-two must be a scale, a mask, a softmax or a rearrangement, and nothing else may use it: then the
-whole is `softmax(q k^T * scale + masks) v` and nobody needs the scores.
+two must be a scale, a soft-cap, a mask, a softmax, a sink or a rearrangement, and nothing else may
+use it: then the whole is `softmax(cap(q k^T * scale) + masks) v` and nobody needs the scores.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -19,6 +21,7 @@ from torch_cascade.passes.eager_site import Matmuls, View, eager_site
 from torch_cascade.passes.labels import above, labels
 from torch_cascade.passes.scalars import is_float_cast
 from torch_cascade.passes.scores import MATMULS, Scores, find_above, trace_scores
+from torch_cascade.passes.sinks import Joined, Side, dropped_column, joined_scores
 from torch_cascade.passes.site import AttentionSite
 from torch_cascade.passes.softmax import Softmax, match_softmax
 
@@ -26,6 +29,15 @@ aten = torch.ops.aten
 
 _RANDOM = frozenset({aten.rand.default, aten.bernoulli.p, aten.native_dropout.default})
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """A softmax, the dims of its value, and the column of it that is dropped (a sink's), if any."""
+
+    softmax: Softmax
+    dims: Dims
+    side: Side | None = None
 
 
 class EagerMatcher:
@@ -71,14 +83,17 @@ class EagerMatcher:
         return self._matmuls(View(p, (n, k, q)), View(v, (n, d, k)), view, keys)
 
     def _matmuls(self, p: View, v: View, out: View, keys: Size) -> Matmuls | Declined | None:
-        found = self._softmax_above(p)
-        if not isinstance(found, tuple):
+        found = self._softmax_above(p, keys)
+        if not isinstance(found, _Weights):
             return found
-        softmax, dims = found
-        scores = trace_scores(softmax.scores, dims, self.sizes)
+        joined = self._joined(found, keys)
+        if not isinstance(joined, Joined):
+            return joined
+        scores = trace_scores(joined.scores, joined.dims, self.sizes)
         if not isinstance(scores, Scores):
             return scores
-        if dims[softmax.dim] != whole("k", keys):
+        columns = keys if found.side is None else keys + 1
+        if found.dims[found.softmax.dim] != whole("k", columns):
             return _decline(Reason.SPELLING, out.node, "softmax over another axis than the keys")
         names = labels(scores.dims, ("n", "q", "k"), self.sizes)
         if names is None or names[0] != "n":
@@ -89,15 +104,25 @@ class EagerMatcher:
         first = View(a, (batch, left, whole("d", width)))
         second = View(b, (batch, whole("d", width), right))
         q, k = (first, second) if names[1] == "q" else (second, first)
-        return Matmuls(out, softmax, scores, q, k, v, keys, width)
+        return Matmuls(out, found.softmax, scores, q, k, v, keys, width, joined.sinks)
 
-    def _softmax_above(self, p: View) -> tuple[Softmax, Dims] | Declined | None:
-        """The softmax that `p` is, with the dims of its value."""
+    def _joined(self, found: _Weights, keys: Size) -> Joined | Declined | None:
+        if found.side is None:
+            return Joined(found.softmax.scores, found.dims)
+        return joined_scores(found.softmax, found.dims, keys, found.side, self.sizes)
+
+    def _softmax_above(self, p: View, keys: Size) -> _Weights | Declined | None:
+        """The softmax that `p` is, but perhaps for one column."""
         node, dims = p.node, p.dims
+        side: Side | None = None
         while True:
             softmax = match_softmax(node, self.sizes)
             if softmax is not None:
-                return softmax, dims
+                return _Weights(softmax, dims, side)
+            dropped = dropped_column(node, dims, keys, self.sizes) if side is None else None
+            if dropped is not None:
+                node, dims, side = dropped
+                continue
             source = node.args[0] if is_float_cast(node) else None
             step = (source, dims) if isinstance(source, fx.Node) else above(node, dims, self.sizes)
             if step is None:
@@ -127,7 +152,8 @@ class EagerMatcher:
             if _holds_values(node) and not derived.isdisjoint(node.all_input_nodes):
                 derived.add(node)
         masks = (mask.node for mask in found.scores.masks)
-        for node in (found.v.node, *masks, *found.scores.factor.nodes):
+        sinks = [] if found.sinks is None else [found.sinks.node]
+        for node in (found.v.node, *masks, *sinks, *found.scores.factor.nodes):
             if node in derived:
                 return _decline(Reason.SPELLING, out, f"{node.name} is computed from the scores")
         needed = set(out.all_input_nodes)

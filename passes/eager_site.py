@@ -19,6 +19,7 @@ from torch_cascade.passes.axes import Dim, Dims, normalise, same_digits, whole
 from torch_cascade.passes.labels import above, below, broadcast, labels
 from torch_cascade.passes.scalars import Factor, is_float_cast, is_value, scaling
 from torch_cascade.passes.scores import ScoreMask, Scores
+from torch_cascade.passes.sinks import Sinks
 from torch_cascade.passes.site import AttentionSite, AxisName, MaskTerm, Operand
 from torch_cascade.passes.softmax import Softmax
 from torch_cascade.passes.views import RULES
@@ -40,14 +41,15 @@ class View:
 
 @dataclass(frozen=True)
 class Matmuls:
-    """Two matmuls with nothing but scale, masks and softmax between.
+    """Two matmuls with nothing but scale, soft-cap, masks, a sink and softmax between.
 
     Attributes:
         out: the second matmul, with the dims of the output.
         softmax: the softmax between.
-        scores: the first matmul, its scale and its masks.
+        scores: the first matmul, its scale, soft-cap and masks.
         q, k, v: operands of the two, as they take them.
         keys, width: sizes of the key axis and of the features of q and k.
+        sinks: the column of scores that has no value.
     """
 
     out: View
@@ -58,6 +60,7 @@ class Matmuls:
     v: View
     keys: Size
     width: Size
+    sinks: Sinks | None = None
 
 
 def eager_site(found: Matmuls, sizes: Sizes) -> AttentionSite | Declined:
@@ -121,6 +124,9 @@ class _Builder:
         masks = self._masks(out)
         if isinstance(masks, Declined):
             return masks
+        sinks = self._sinks(out)
+        if isinstance(sinks, Declined):
+            return sinks
         return AttentionSite(
             node=out.node,
             q=q,
@@ -128,6 +134,8 @@ class _Builder:
             v=v,
             masks=masks,
             scale=scale,
+            softcap=found.scores.softcap,
+            sinks=sinks,
             fully_masked=_fully_masked(found),
             form="eager",
             axes=None if out.axes == (*batch, "q", "d") else out.axes,
@@ -209,10 +217,7 @@ class _Builder:
 
     def _masks(self, out: Operand) -> tuple[MaskTerm, ...] | Declined:
         """The masks as terms that broadcast to the scores, [n, h, q, k] or [n, q, k]."""
-        n, q, k = _size(out, "n"), _size(out, "q"), self.found.keys
-        heads = _size(out, "h") if "h" in self.batch else sympy.Integer(1)
-        batch = [whole("n", n, heads)] + ([whole("n", heads)] if "h" in self.batch else [])
-        wanted = (*batch, whole("q", q), whole("k", k))
+        wanted = (*self._rows(out), whole("k", self.found.keys))
         terms: list[MaskTerm] = []
         for mask in self.found.scores.masks:
             node = self._aligned(mask, wanted)
@@ -221,6 +226,34 @@ class _Builder:
                 return self._decline(Reason.MASK_SHAPE, f"{detail} to {list(out.axes[:-1])} and k")
             terms.append(MaskTerm(node, mask.kind, mask.fill))
         return tuple(terms)
+
+    def _rows(self, out: Operand) -> tuple[Dim, ...]:
+        """Dims of the scores without the keys: [n, h, q] or [n, q]."""
+        heads = _size(out, "h") if "h" in self.batch else sympy.Integer(1)
+        batch = [whole("n", _size(out, "n"), heads)]
+        batch += [whole("n", heads)] if "h" in self.batch else []
+        return (*batch, whole("q", _size(out, "q")))
+
+    def _sinks(self, out: Operand) -> fx.Node | Declined | None:
+        """The outermost tensor that broadcasts to one column of scores and holds the sinks."""
+        sinks = self.found.sinks
+        if sinks is None:
+            return None
+        node, dims = sinks.node, sinks.dims
+        double = torch.float64 in {tensor(node).dtype} - {tensor(out.node).dtype}
+        if double or not tensor(node).dtype.is_floating_point:
+            return self._decline(Reason.AUTOCAST_MIXED, f"a sink of {tensor(node).dtype}")
+        best: fx.Node | None = None
+        while True:
+            if self._broadcasts(node, dims, (*self._rows(out), Dim())):
+                best = node
+            rule = None if node.target in _CASTS else RULES.get(node.target)
+            source = rule(node, dims, self.sizes) if rule is not None else None
+            if source is None:
+                break
+            node, dims = source
+        detail = f"a sink {sinks.node.name} {list(shape(sinks.node))} that does not broadcast"
+        return self._decline(Reason.SPELLING, detail) if best is None else best
 
     def _aligned(self, mask: ScoreMask, wanted: tuple[Dim, ...]) -> fx.Node | None:
         """The nearest tensor, at or above a mask, that broadcasts to scores of dims `wanted`."""

@@ -12,6 +12,7 @@ from torch import fx
 
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, tensor
 from torch_cascade.passes.axes import Digit
+from torch_cascade.passes.emit_merge import Partial, merged, nan_where_empty
 from torch_cascade.passes.layout import laid_out
 from torch_cascade.passes.pieces import Piece
 from torch_cascade.passes.plan import CascadePlan, Part
@@ -20,10 +21,6 @@ from torch_cascade.passes.site import AttentionSite, MaskTerm
 
 aten = torch.ops.aten
 prims = torch.ops.prims
-
-# Below this every score of a row is a huge finite mask that absorbed it: float32 keeps no digit.
-_ABSORBING = -1e30
-
 
 def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
     """Replace a site by its cascade form.
@@ -35,9 +32,9 @@ def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
     emit = Emitter(site.node)
     q, scale = _query(emit, site)
     partials = [_attend(emit, site, part, q, scale, sizes) for part in plan.parts]
-    out, lse = _merged(emit, plan, partials)
+    out, lse = merged(emit, plan, partials)
     if site.fully_masked == "nan" and not plan.rows_see_a_key:
-        out = _nan_where_empty(emit, out, lse)
+        out = nan_where_empty(emit, out, lse)
     if "h" not in site.q.axes:
         out = emit.call(aten.squeeze.dim, out, 1)
     dtype = tensor(site.node).dtype
@@ -81,8 +78,8 @@ def _attend(
     q: fx.Node,
     scale: float | None,
     sizes: Sizes,
-) -> tuple[fx.Node, fx.Node, fx.Node | None]:
-    """One `attend`: (o, lse, mask), rows in the order of the batch."""
+) -> Partial:
+    """One `attend`, rows in the order of the batch."""
     rows = _RowOrder(emit, part.segments[0], sizes)
     k = _key_values(emit, [s.k for s in part.segments])
     v = _key_values(emit, [s.v for s in part.segments])
@@ -93,11 +90,13 @@ def _attend(
         options["q_positions"] = _positions(emit, site, part.mask.q_offset)
     if part.mask.window is not None:
         options["window"] = part.mask.window
+    if site.softcap is not None:
+        options["softcap"] = site.softcap
     attend = torch.ops.cascade.attend.default
     pair = emit.call(attend, rows.grouped(q), k, v, mask, **options)
     out = emit.call(operator.getitem, pair, 0)
     lse = emit.call(operator.getitem, pair, 1)
-    return rows.restored(out), rows.restored(lse), mask
+    return Partial(rows.restored(out), rows.restored(lse), mask)
 
 
 def _positions(emit: Emitter, site: AttentionSite, offset: Size) -> fx.Node:
@@ -217,59 +216,3 @@ def _one_mask(emit: Emitter, terms: Sequence[MaskTerm]) -> fx.Node | None:
         return visible if added is None else added
     hidden = emit.call(aten.full.default, [], -math.inf, dtype=tensor(added).dtype)
     return emit.call(aten.where.self, visible, added, hidden)
-
-
-def _merged(
-    emit: Emitter,
-    plan: CascadePlan,
-    partials: Sequence[tuple[fx.Node, fx.Node, fx.Node | None]],
-) -> tuple[fx.Node, fx.Node]:
-    outs = [out for out, _, _ in partials]
-    lses = [lse for _, lse, _ in partials]
-    if len(partials) == 1:
-        return outs[0], lses[0]
-    if not plan.bounded:
-        lses = _absorbed(emit, plan, lses, [mask for _, _, mask in partials])
-    pair = emit.call(torch.ops.cascade.merge.default, outs, lses)
-    return emit.call(operator.getitem, pair, 0), emit.call(operator.getitem, pair, 1)
-
-
-def _absorbed(
-    emit: Emitter, plan: CascadePlan, lses: list[fx.Node], masks: Sequence[fx.Node | None]
-) -> list[fx.Node]:
-    """Log-sum-exps in which rows of huge finite masks weigh their parts by number of keys.
-
-    A row masked everywhere with finfo.min is uniform over all its keys, but its log-sum-exp,
-    finfo.min + log(count), has lost the count to rounding. Such rows get log(count) back.
-    """
-    top = lses[0]
-    for lse in lses[1:]:
-        top = emit.call(aten.maximum.default, top, lse)
-    lost = emit.call(aten.le.Scalar, top, _ABSORBING)
-    restored: list[fx.Node] = []
-    for lse, mask, part in zip(lses, masks, plan.parts, strict=True):
-        log_count = _log_count(emit, lse, mask, part)
-        empty = emit.call(aten.eq.Scalar, lse, -math.inf)
-        kept = emit.call(aten.where.self, empty, lse, log_count)
-        restored.append(emit.call(aten.where.self, lost, kept, lse))
-    return restored
-
-
-def _log_count(emit: Emitter, lse: fx.Node, mask: fx.Node | None, part: Part) -> fx.Node:
-    """log(number of keys that are not -inf) a row, broadcasting to the log-sum-exp [n, h, q]."""
-    dtype, device = tensor(lse).dtype, tensor(lse).device
-    if mask is None or tensor(mask).dtype == torch.bool or shape(mask)[-1] == 1:
-        count = emit.call(aten.full.default, [], part.length, dtype=dtype, device=device)
-    else:
-        counted = emit.call(aten.gt.Scalar, mask, -math.inf)
-        total = emit.call(aten.sum.dim_IntList, counted, [-1])
-        count = emit.call(prims.convert_element_type.default, total, dtype)
-    return emit.call(aten.log.default, count)
-
-
-def _nan_where_empty(emit: Emitter, out: fx.Node, lse: fx.Node) -> fx.Node:
-    """A softmax over -inf only is NaN in eager code, and stays so."""
-    empty = emit.call(aten.eq.Scalar, lse, -math.inf)
-    column = emit.call(aten.unsqueeze.default, empty, -1)
-    nan = emit.call(aten.full.default, [], math.nan, dtype=tensor(out).dtype)
-    return emit.call(aten.where.self, column, nan, out)

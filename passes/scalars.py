@@ -87,12 +87,12 @@ class Factor:
     opaque: bool = False
 
     def __mul__(self, other: Factor) -> Factor:
-        nodes = self.nodes + other.nodes
-        return Factor(self.number * other.number, nodes, self.opaque or other.opaque)
+        number = _exact(self.number) * _exact(other.number)
+        return Factor(number, self.nodes + other.nodes, self.opaque or other.opaque)
 
     def inverse(self) -> Factor:
         """One over it."""
-        return Factor(1 / self.number, self.nodes, self.opaque or bool(self.nodes))
+        return Factor(1 / _exact(self.number), self.nodes, self.opaque or bool(self.nodes))
 
     @property
     def is_one(self) -> bool:
@@ -103,6 +103,13 @@ class Factor:
     def is_positive(self) -> bool:
         """True iff it is provably above zero."""
         return bool(self.number.is_positive) and not self.nodes and not self.opaque
+
+
+def _exact(number: sympy.Expr) -> sympy.Expr:
+    """The same number without floats, so that dividing by 49.0 and multiplying by it gives 1."""
+    if not number.has(sympy.Float):
+        return number
+    return number.xreplace({x: sympy.Rational(x) for x in number.atoms(sympy.Float)})
 
 
 def is_value(expr: sympy.Expr | None, value: float) -> bool:

@@ -1,7 +1,7 @@
 """The scores of a hand-written attention: from the input of a softmax up to q k^T.
 
-On the way stand scale factors and masks, in any order. What is met first is applied last, so a mask
-found below a scale factor would be scaled by it too.
+On the way stand scale factors, masks and a soft-cap, in any order. What is met first is applied
+last, so a mask found below a scale factor would be scaled by it too.
 """
 
 from __future__ import annotations
@@ -63,12 +63,16 @@ class ScoreMask:
 
 @dataclass(frozen=True)
 class Scores:
-    """`factor * matmul` under `masks`; `dims` are those of the matmul's output."""
+    """`factor * matmul` under `masks`; `dims` are those of the matmul's output.
+
+    With a `softcap` c > 0 it is `c * tanh(factor * matmul / c)` under them.
+    """
 
     matmul: fx.Node
     dims: Dims
     factor: Factor
     masks: tuple[ScoreMask, ...] = ()
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,26 @@ def _scaled(place: _Place) -> _Result:
     if factor.opaque and isinstance(result, Scores):
         return _decline(Reason.TENSOR_SCALE, place.node, "the scale is a tensor")
     return result
+
+
+def _capped(place: _Place) -> _Result:
+    """`b * tanh(a * scores)`, b the factor met so far: soft-cap |b| of scores scaled by a * b.
+
+    So the two constants need not be the same number, and their signs need not agree.
+    """
+    source = place.node.args[0]
+    assert isinstance(source, fx.Node)
+    found = _trace(replace(place, node=source, factor=Factor()))
+    if not isinstance(found, Scores):
+        return found
+    outer = place.factor
+    if outer.opaque or outer.nodes or not outer.number.is_number:
+        return _decline(Reason.TENSOR_SCALE, place.node, "the soft-cap is not a known number")
+    cap = abs(float(outer.number))
+    if found.masks or found.softcap is not None or not 0 < cap < math.inf:
+        detail = "masks or another tanh below the tanh of a soft-cap, or one of size 0"
+        return _decline(Reason.SPELLING, place.node, detail)
+    return replace(found, factor=found.factor * outer, softcap=cap)
 
 
 def _added(place: _Place) -> _Result:
@@ -224,6 +248,7 @@ _RULES: dict[Any, Callable[[_Place], _Result]] = {
     aten.add.Tensor: _added,
     aten.add.Scalar: _added,
     aten.where.self: _filled,
+    aten.tanh.default: _capped,
 }
 
 
@@ -244,7 +269,6 @@ def _stuck(place: _Place) -> Declined | None:
 
 
 _MEANINGS: dict[Any, str] = {
-    aten.tanh.default: "soft-cap: tanh of scores",
     aten.cat.default: "scores are joined with more columns (an attention sink?)",
     aten.sub.Tensor: "something is subtracted from the scores: add its negative",
 }

@@ -39,7 +39,7 @@ class MaskTerm:
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """`softmax(q k^T * scale + masks) v` at one place of the graph.
+    """`softmax(cap(q k^T * scale) + masks) v` at one place of the graph; `cap` may be nothing.
 
     Attributes:
         node: the node whose value the attention is, [n, h, q, d] or [n, q, d].
@@ -48,8 +48,12 @@ class AttentionSite:
         masks: every mask term; all apply.
         is_causal: torch's top-left causal rule, key j visible to query i iff j <= i.
         scale: a number, a node holding a SymFloat or a 0-d tensor, or None for 1/sqrt(d).
-        fully_masked: what a row that sees no key yields: "zero" (SDPA), "nan" (a softmax over
-            -inf only), "uniform" (finite fills: the mean of all values).
+        softcap: c > 0: c * tanh(s / c) takes the place of each scaled score s, before the masks.
+        sinks: scores of one more key that every query sees and whose value is zero, in the units of
+            the scaled scores; a floating tensor that broadcasts to [n, h, q, 1] or [n, q, 1].
+        fully_masked: what a row that sees no key (and whose sink is -inf, if there are sinks)
+            yields: "zero" (SDPA), "nan" (a softmax over -inf only), "uniform" (finite fills: the
+            mean of all values, if the sink is not above the fill).
         form: "sdpa" or "eager", for reports.
         axes: order of the dims of `node`, as an einsum gives [n, q, h, d]; None for [n, h, q, d]
             or [n, q, d].
@@ -62,6 +66,8 @@ class AttentionSite:
     masks: tuple[MaskTerm, ...] = ()
     is_causal: bool = False
     scale: float | fx.Node | None = None
+    softcap: float | None = None
+    sinks: fx.Node | None = None
     fully_masked: Literal["zero", "nan", "uniform"] = "zero"
     form: Literal["sdpa", "eager"] = "sdpa"
     axes: tuple[AxisName, ...] | None = None

@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+from support import lookalikes_sinks
 from support.lookalikes import LOOKALIKES
 from support.site_check import check_sites
+
+assert lookalikes_sinks
 
 
 @pytest.mark.parametrize("name", LOOKALIKES)

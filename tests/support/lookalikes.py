@@ -61,11 +61,6 @@ def cubed_scores(q, k, v):
     return torch.softmax((q @ k.mT * 0.25) ** 3, -1) @ v
 
 
-@_add(Reason.SPELLING, qkv)
-def soft_cap(q, k, v):
-    return torch.softmax(torch.tanh(q @ k.mT * 0.25 / 50) * 50, -1) @ v
-
-
 @_add(None, qkv)
 def relu_attention(q, k, v):
     return torch.relu(q @ k.mT * 0.25) @ v
@@ -216,14 +211,6 @@ def blind_rows_zeroed_by_another_mask(q, k, v, mask):
 @_add(Reason.SPELLING, qkv)
 def only_the_first_keys_have_values(q, k, v):
     return torch.softmax(q @ k.mT * 0.25, -1)[..., : L - 2] @ v[:, :, : L - 2]
-
-
-@_add(Reason.SPELLING, _with(lambda: torch.randn(H)))
-def attention_sink(q, k, v, sink):
-    """gpt-oss: a column that takes probability and has no value."""
-    scores = q @ k.mT * 0.25
-    scores = torch.cat([scores, sink.view(1, H, 1, 1).expand(N, H, M, 1)], -1)
-    return torch.softmax(scores, -1)[..., :-1] @ v
 
 
 @_add(Reason.SPELLING, qkv)

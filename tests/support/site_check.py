@@ -1,8 +1,8 @@
 """Is a site what the matcher says? Computed from its operands, and compared with the graph's value.
 
-The captured graph is run by an interpreter that keeps every node's value. `softmax(q k^T * scale +
-masks) v` of the values of the site's operands, in float64, must then be the value of the site's own
-node: a wrong operand, axis, scale or mask cannot hide.
+The captured graph is run by an interpreter that keeps every node's value. `softmax(cap(q k^T *
+scale) + masks) v` of the values of the site's operands, in float64, must then be the value of the
+site's own node: a wrong operand, axis, scale, soft-cap, mask or sink cannot hide.
 
 How far apart they may be follows from rounding, no tolerance is picked. Eager code rounds each
 score to a dtype of precision eps: an absolute error of `eps * s`, s the largest score; the same
@@ -94,8 +94,11 @@ def assert_site_computes(called: Run, site: AttentionSite) -> None:
         _operand(called, o, axis) for o, axis in ((site.q, "q"), (site.k, "k"), (site.v, "k"))
     )
     scores, visible = _scores(called, site, q, _heads(k, q))
-    expected = torch.softmax(scores, -1) @ _heads(v, q)
-    blind = ~visible.any(-1, keepdim=True).expand_as(expected)
+    sinks = _sinks(called, site, scores)
+    weights = torch.softmax(torch.cat([scores, sinks], -1), -1)[..., :-1]
+    expected = weights @ _heads(v, q)
+    blind = ~visible.any(-1, keepdim=True) & (sinks == -math.inf)
+    blind = blind.expand_as(expected)
     expected = torch.where(blind, _blind(site, _heads(v, q)), expected)
     node = called.values[site.node]
     axes = site.axes or ("n", "h", "q", "d")[-4:] if "h" in site.q.axes else site.axes
@@ -137,6 +140,8 @@ def _scores(called: Run, site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Ten
     if isinstance(scale, fx.Node):
         scale = float(called.values[scale])
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if site.softcap is not None:
+        scores = site.softcap * torch.tanh(scores / site.softcap)
     visible = torch.ones_like(scores, dtype=torch.bool)
     fill = -math.inf
     for term in site.masks:
@@ -152,6 +157,16 @@ def _scores(called: Run, site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Ten
     if site.is_causal:
         visible = visible & torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     return torch.where(visible, scores, fill), visible
+
+
+def _sinks(called: Run, site: AttentionSite, scores: Tensor) -> Tensor:
+    """The column of the sinks in float64, [n, h, q, 1]; -inf where the site has none."""
+    if site.sinks is None:
+        return torch.full_like(scores[..., :1], -math.inf)
+    sinks = called.values[site.sinks].double()
+    if "h" not in site.q.axes and sinks.ndim == 3:
+        sinks = sinks.unsqueeze(1)
+    return sinks.expand_as(scores[..., :1])
 
 
 def _blind(site: AttentionSite, v: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """What hand-written attention is made of in tests: sizes, inputs, and the list of all spellings.
 
 Sizes differ from one another: N rows, H heads, M queries, L keys, D features, E value features.
-Importing `spellings_scores` and `spellings_matmuls` fills the list.
+Importing `spellings_scores`, `spellings_matmuls` and `spellings_sinks` fills the list.
 """
 
 from __future__ import annotations
