@@ -22,7 +22,7 @@ from torch_cascade.compiler.record import source_line
 from torch_cascade.compiler.report import Declined, Reason
 
 # Devices on which every cascade op has a lowering.
-LOWERED_DEVICES = frozenset({"cpu"})
+LOWERED_DEVICES = frozenset({"cpu", "cuda"})
 
 
 @dataclass(frozen=True)

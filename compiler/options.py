@@ -113,6 +113,16 @@ class Options:
             in_code=True,
         ),
     )
+    batch_invariant: bool = field(
+        default=False,
+        metadata=_about(
+            _boolean,
+            "`1`: a rewritten attention gives a branch the same bits however many branches stand "
+            "beside it, on a GPU only (on a CPU it promises nothing and warns); also Inductor's "
+            "option of that name, where torch has it",
+            in_code=True,
+        ),
+    )
     strict: bool = field(
         default=False,
         metadata=_about(_boolean, "`1`: an error where nothing was rewritten or a pass failed"),
@@ -155,14 +165,17 @@ class Options:
         values = _from_environment(ours)
         for name in [name for name in given if name in ours]:
             values[name] = _parse(ours[name], f"option {name!r}", given.pop(name))
-        return cls(**values), _mode_patches(mode) | _inductor_patches(given, ours)
+        patches = _mode_patches(mode) | _inductor_patches(given, ours)
+        if values.get("batch_invariant"):
+            patches |= _inductor_namesake("batch_invariant")
+        return cls(**values), patches
 
     def fingerprint(self) -> str:
         """Stable text of every option that can change generated code, for cache keys.
 
         Example:
             >>> Options(decide="never").fingerprint()
-            "passes=('cascade',);decide='never';guards='auto'"
+            "passes=('cascade',);decide='never';guards='auto';batch_invariant=False"
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata["in_code"]]
         return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields)
@@ -270,6 +283,13 @@ def _inductor_patches(given: Mapping[str, object], ours: Iterable[str]) -> dict[
         _check_type(name, value, config.get_type(attribute))  # type: ignore[attr-defined]
         patches[attribute] = value
     return patches
+
+
+def _inductor_namesake(name: str) -> dict[str, Any]:
+    """The patch that switches on Inductor's own option of a name; torch 2.11 has fewer of them."""
+    from torch._inductor import config
+
+    return {name: True} if name in config.get_config_copy() else {}
 
 
 def _check_type(name: str, value: object, expected: object) -> None:

@@ -26,6 +26,9 @@ from torch_cascade.passes.verify import check_graph
 
 logger = logging.getLogger(__name__)
 
+# Kernels may keep tables of launch configurations beside their code.
+_SOURCES = (".py", ".json")
+
 UserPass = Callable[[fx.Graph], None]
 Watch = Callable[[str, fx.Graph], None]
 """Sees the graph "before" the passes and after each, with the name of the pass; only reads it."""
@@ -115,6 +118,7 @@ def source_hash() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256()
     for folder in ("compiler", "passes", "runtime", "kernels"):
-        for file in sorted((root / folder).glob("*.py")):
-            digest.update(file.name.encode() + file.read_bytes())
+        files = (f for f in (root / folder).rglob("*") if f.suffix in _SOURCES)
+        for file in sorted(files):
+            digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
     return digest.hexdigest()

@@ -82,6 +82,8 @@ class Printer:
             return f"{_DTYPES.get(val.dtype, str(val.dtype))}[{sizes}]"
         if isinstance(val, (tuple, list)):
             return f"({', '.join(self.type_of(v) for v in val)})"
+        if isinstance(val, dict):  # what a Triton kernel writes, by the names of its arguments
+            return f"{{{', '.join(f'{k}: {self.type_of(v)}' for k, v in val.items())}}}"
         if isinstance(val, torch.SymInt):
             return self._symbolic(val)
         return type(val).__name__
@@ -99,6 +101,8 @@ class Printer:
             return self.names[arg]
         if isinstance(arg, (list, tuple)):
             return f"[{', '.join(self._format(a) for a in arg)}]"
+        if isinstance(arg, dict):
+            return f"{{{', '.join(f'{k}: {self._format(a)}' for k, a in arg.items())}}}"
         if isinstance(arg, float):
             return f"{arg:.6g}"
         return str(arg).replace("torch.", "") if isinstance(arg, torch.dtype) else str(arg)

@@ -159,7 +159,7 @@ def attend_merge(
         base += sum(slot.splits for slot in config.slots)
     natural = tuple(out_order) == (0, 1, 2, 3) and out_dtype in (None, torch.float32)
     if total == 1 and sinks is None and natural:
-        return o_part[0], lse_part[0]
+        return o_part.select(0, 0), lse_part.select(0, 0)
     return _launch_merge(call, o_part, lse_part, sinks, out_dtype or torch.float32, out_order)
 
 
@@ -399,7 +399,7 @@ def _launch_merge(
     sizes = (call.n, call.heads, call.m, call.d_v)
     dense = call.q.new_empty([sizes[dim] for dim in order], dtype=dtype)
     out = dense.permute([list(order).index(dim) for dim in range(4)])
-    lse = torch.empty_like(lse_part[0])
+    lse = call.q.new_empty((call.n, call.heads, call.m), dtype=torch.float32)
     rows = call.n * call.heads * call.m
     config = merge_config(parts, call.d_v)
     sink_strides = _strides(sinks, 3)

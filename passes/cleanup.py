@@ -11,6 +11,9 @@ from torch.utils._pytree import tree_flatten
 
 from torch_cascade.compiler.pass_base import Pass, PassContext
 
+aten = torch.ops.aten
+_BUFFERS = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default)
+
 
 @dataclass(frozen=True)
 class CleanupPass(Pass):
@@ -18,6 +21,7 @@ class CleanupPass(Pass):
 
     Every layer slices the same mask and counts the same positions; a rewrite a layer would prepare
     them a layer. Nodes of the user's own graph are never joined: an unmatched graph stays as it is.
+    Nor are buffers that kernels fill (`aten.empty`): shared, each would have to be copied.
     """
 
     name: ClassVar[str] = "cleanup"
@@ -41,6 +45,8 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True  # size arithmetic
+    if target in _BUFFERS:
+        return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
 
 

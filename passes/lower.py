@@ -1,31 +1,43 @@
 """Replaces every cascade op that is left by the torch code that computes it on the target.
 
-An implementation is a plain torch function. It is traced once a signature (op, sizes, strides and
-dtypes up to the names of size symbols), and the trace is inlined at every site that has the
-signature; a model of thirty layers traces once. A `cascade::sdpa` that nobody rewrote becomes the
-SDPA it was, traced under the same rules as Inductor's own.
+An implementation is a plain torch function. It is traced once a signature (`passes/inline.py`), and
+the trace is inlined at every site that has the signature; a model of thirty layers traces once. On
+a GPU an attention's attends, its merge and the layout of its output are one such function
+(`passes/fuse.py` says where). A `cascade::sdpa` that nobody rewrote becomes the SDPA it was, traced
+under the same rules as Inductor's own.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-import sympy
 import torch
 from torch import fx
-from torch._guards import tracing
-from torch.utils._pytree import tree_flatten
 
-from torch_cascade.compiler.graph import Size, Sizes, fake_mode, value
+from torch_cascade.compiler.graph import Emitter, tensor, value
 from torch_cascade.compiler.pass_base import Pass, PassContext
-from torch_cascade.kernels.cpu_attend import attend_cpu
+from torch_cascade.compiler.record import source_line
+from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
 from torch_cascade.kernels.merge import merge_torch
 from torch_cascade.kernels.sdpa import sdpa_torch
-from torch_cascade.passes.trace import Abstraction, Trace, trace
+from torch_cascade.passes.fuse import (
+    NATURAL,
+    Fusion,
+    Separate,
+    fusions,
+    part_arguments,
+    shared_arguments,
+)
+from torch_cascade.passes.inline import Call, Inliner
 
+logger = logging.getLogger(__name__)
+
+aten = torch.ops.aten
 ops = torch.ops.cascade
 
 
@@ -36,14 +48,37 @@ def _fresh(
     return k, v
 
 
-def implementations() -> dict[Any, Callable[..., Any]]:
-    """The torch function that computes each op."""
-    return {
+@dataclass(frozen=True)
+class Target:
+    """What computes the ops on one kind of device.
+
+    Attributes:
+        functions: the torch function of each op.
+        fused: `kernels.triton_launch.attend_merge`; None where the ops are computed one by one.
+        part: makes one of its key parts.
+    """
+
+    functions: Mapping[Any, Callable[..., Any]]
+    fused: Callable[..., Any] | None = None
+    part: Callable[..., Any] = field(default=dict)
+
+
+def target_of(device_type: str, *, batch_invariant: bool = False) -> Target:
+    """The functions for a device type; devices without kernels get the formulas."""
+    attend = attend_cpu if device_type == "cpu" else attend_math
+    functions: dict[Any, Callable[..., Any]] = {
         ops.sdpa.default: sdpa_torch,
-        ops.attend.default: attend_cpu,
+        ops.attend.default: attend,
         ops.merge.default: merge_torch,
         ops.reuse_kv.default: _fresh,
     }
+    if device_type != "cuda":
+        return Target(functions)
+    # Imported here: CPUs need no Triton.
+    from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+
+    fused = functools.partial(attend_merge, batch_invariant=batch_invariant)
+    return Target(functions, fused, KeyPart)
 
 
 @dataclass(frozen=True)
@@ -54,125 +89,104 @@ class LowerPass(Pass):
 
         o, lse = cascade.merge([o0, o1], [lse0, lse1])
 
-    After (shortened): `maximum`, `sub`, `exp`, `mul`, `add`, `log`, which Inductor fuses.
+    After (shortened): `maximum`, `sub`, `exp`, `mul`, `add`, `log`, which Inductor fuses. On a GPU
+    the ops that computed o0 and o1 are gone with it, and Triton kernels stand there.
     """
 
     name: ClassVar[str] = "lower"
 
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
         """Replace each cascade op, in graph order."""
-        table = implementations()
-        inliner = _Inliner(graph, context.sizes)
-        for node in list(graph.nodes):
-            if node.target in table:
-                inliner.inline(node, table[node.target])
+        inliner = Inliner(graph, context.sizes)
+        found = [node for node in graph.nodes if node.target in _OPS]
+        kinds = {device_type(node) for node in found}
+        invariant = context.options.batch_invariant
+        targets = {kind: target_of(kind, batch_invariant=invariant) for kind in sorted(kinds)}
+        _warn_of_variance(targets, invariant)
+        fused = {f.root: f for kind, target in targets.items() for f in _fused(graph, kind, target)}
+        inside = {attend for fusion in fused.values() for attend in fusion.attends}
+        for node in found:
+            target = targets[device_type(node)]
+            if node in fused:
+                _inline_fused(inliner, fused[node], target)
+            elif node not in inside:
+                call = Call(target.functions[node.target], node.args, node.kwargs)
+                _replace(node, inliner.inline(call, node))
+                graph.erase_node(node)
 
 
-@dataclass
-class _Inliner:
-    """Inlines implementations into one graph; keeps the traces and values it can use again."""
-
-    graph: fx.Graph
-    sizes: Sizes
-    traces: dict[Any, Trace] = field(default_factory=dict)
-    values: dict[Any, Any] = field(default_factory=dict)
-    assumed: set[Any] = field(default_factory=set)
-
-    def inline(self, node: fx.Node, function: Callable[..., Any]) -> None:
-        """Replace a call by the trace of `function` on its arguments."""
-        leaves, spec = tree_flatten((node.args, node.kwargs))
-        abstraction = Abstraction(self.sizes)
-        described = tuple(abstraction.describe(leaf) for leaf in leaves)
-        key = (node.target, described, spec, abstraction.bounds())
-        if key not in self.traces:
-            self.traces[key] = trace(function, leaves, spec, described, abstraction)
-        traced = self.traces[key]
-        renamed = dict(zip(traced.symbols, abstraction.atoms, strict=True))
-        settled = (id(traced), tuple(renamed.values()))
-        if settled not in self.assumed:
-            self._assume(traced, renamed)
-            self.assumed.add(settled)
-        inputs = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
-        _replace(node, self._copied(traced, node, inputs, renamed))
-
-    def _assume(self, traced: Trace, renamed: dict[sympy.Symbol, Size]) -> None:
-        """Make what the trace assumed hold for the real sizes: proved, else guarded."""
-        shape_env = self.sizes.shape_env
-        for condition in traced.conditions:
-            real = condition.xreplace(renamed)
-            if self.sizes.known(real):
-                continue
-            assert shape_env is not None
-            if not bool(shape_env.create_symboolnode(real)):
-                raise AssertionError(f"traced under {condition}, which is {real} here: false")
-
-    def _copied(
-        self,
-        traced: Trace,
-        anchor: fx.Node,
-        inputs: Sequence[fx.Node],
-        renamed: dict[sympy.Symbol, Size],
-    ) -> list[Any]:
-        """Copy a traced graph before `anchor`; returns its outputs as arguments."""
-        placeholders = iter(inputs)
-        env: dict[fx.Node, fx.Node] = {}
-        for node in traced.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(placeholders)
-            elif node.op == "output":
-                return [env[a] if isinstance(a, fx.Node) else a for a in node.args[0]]
-            else:
-                assert node.op == "call_function", f"{node.format_node()} in a trace"
-                with self.graph.inserting_before(anchor):
-                    env[node] = copy = self.graph.node_copy(node, env.__getitem__)
-                copy.meta = _meta(node, anchor)
-                copy.meta["val"] = self._value(node, renamed)
-        raise AssertionError("a traced graph ends with its output")
-
-    def _value(self, node: fx.Node, renamed: dict[sympy.Symbol, Size]) -> Any:
-        """The value of a traced node in the real sizes; layers of the same sizes share it."""
-        key = (node, tuple(renamed.values()))
-        if key not in self.values:
-            self.values[key] = self._rewritten(value(node), renamed)
-        return self.values[key]
-
-    def _rewritten(self, val: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
-        if isinstance(val, (tuple, list)):
-            return type(val)(self._rewritten(v, renamed) for v in val)
-        if isinstance(val, (torch.SymInt, torch.SymFloat)):
-            return self._size(val, renamed)
-        if not isinstance(val, torch.Tensor):
-            return val
-        shape = [self._size(s, renamed) for s in val.shape]
-        strides = [self._size(s, renamed) for s in val.stride()]
-        with tracing(None), fake_mode(self.graph):
-            return torch.empty_strided(shape, strides, dtype=val.dtype, device=val.device)
-
-    def _size(self, size: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
-        if not isinstance(size, (torch.SymInt, torch.SymFloat)):
-            return size
-        real = size.node.expr.xreplace(renamed)
-        if real.is_number:
-            return int(real)
-        assert self.sizes.shape_env is not None
-        if isinstance(size, torch.SymFloat):
-            return self.sizes.shape_env.create_symfloatnode(real, hint=None)
-        return self.sizes.shape_env.create_symintnode(real, hint=None)
+_OPS = (ops.sdpa.default, ops.attend.default, ops.merge.default, ops.reuse_kv.default)
 
 
-def _meta(node: fx.Node, anchor: fx.Node) -> dict[str, Any]:
-    """A copied node's metadata: what it is, at the anchor's place in the user's code."""
-    keep = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
-    place = {key: anchor.meta[key] for key in keep if key in anchor.meta}
-    return {**node.meta, **place}
+def device_type(node: fx.Node) -> str:
+    """The kind of device a cascade op computes on."""
+    first = node.args[0]
+    return tensor(first if isinstance(first, fx.Node) else first[0]).device.type  # type: ignore
+
+
+def _warn_of_variance(targets: Mapping[str, Target], asked: bool) -> None:
+    """A promise that cannot be kept is not silently dropped."""
+    others = [kind for kind, target in targets.items() if target.fused is None]
+    if asked and others:
+        logger.warning(
+            "batch_invariant=1 is kept by attention on a GPU only: on %s it changes nothing",
+            " and ".join(others),
+        )
+
+
+def _fused(graph: fx.Graph, kind: str, target: Target) -> list[Fusion]:
+    """The fusions on one kind of device; a merge that is none is logged with the reason."""
+    if target.fused is None:
+        return []
+    found, separate = fusions(graph, kind)
+    for each in separate:
+        logger.info("%s", _said(each))
+    return found
+
+
+def _said(separate: Separate) -> str:
+    place = source_line(separate.root) or separate.root.name
+    return f"{place}: attends and merge are computed one by one: {separate.why}"
+
+
+def _inline_fused(inliner: Inliner, fusion: Fusion, target: Target) -> None:
+    """Replace attends, merge and what follows by one call."""
+    root, first, epilogue = fusion.root, fusion.attends[0], fusion.epilogue
+    parts = [target.part(**part_arguments(attend)) for attend in fusion.attends]
+    options = shared_arguments(first)
+    if epilogue is not None:
+        options |= {"out_dtype": epilogue.dtype, "out_order": epilogue.order}
+    assert target.fused is not None
+    call = Call(target.fused, (first.args[0], parts, fusion.sinks), options)
+    out, lse = inliner.inline(call, root)
+    if epilogue is not None:
+        _take_over(epilogue.nodes, out, epilogue.dims)
+    _replace(root, [out, lse])
+    for node in {root: None} | dict.fromkeys(fusion.attends):
+        for result in list(node.users):
+            node.graph.erase_node(result)
+        node.graph.erase_node(node)
+
+
+def _take_over(nodes: Sequence[fx.Node], out: fx.Node, dims: tuple[int, ...]) -> None:
+    """Let `out` stand for the last node of an epilogue, and erase all but the first."""
+    *between, last = nodes
+    if not between:
+        return
+    if dims != NATURAL:
+        out = Emitter(nodes[0]).call(aten.permute.default, out, list(dims))
+    # Sizes of 1 may have any stride: what follows was traced with those of the old node.
+    out.meta["val"] = value(last)
+    last.replace_all_uses_with(out)
+    for node in reversed(nodes[1:]):
+        node.graph.erase_node(node)
 
 
 def _replace(node: fx.Node, outputs: Sequence[Any]) -> None:
-    """Redirect the users of an op to the inlined outputs, and erase it."""
+    """Redirect the users of an op to the inlined outputs."""
     if isinstance(value(node), torch.Tensor):
         node.replace_all_uses_with(outputs[0])
     for user in list(node.users):
         assert user.target is operator.getitem, f"{user.format_node()} uses several outputs"
         user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
         node.graph.erase_node(user)
-    node.graph.erase_node(node)

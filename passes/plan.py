@@ -10,12 +10,11 @@ import torch
 from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.devices import no_kernel
 from torch_cascade.passes.layout import output_order
 from torch_cascade.passes.mask import MaskReader, SegmentMask
 from torch_cascade.passes.prefix import Segment, batch_size, segments
 from torch_cascade.passes.site import AttentionSite
-
-SUPPORTED_DEVICES = frozenset({"cpu"})
 
 # A softmax whose visible scores are below this has no correct digit left in float32, so a finite
 # fill at or below it hides a key as -inf does, wherever the row sees another key.
@@ -74,9 +73,12 @@ def resolve(site: AttentionSite, sizes: Sizes) -> tuple[Segment, ...] | Declined
 
 def _unsupported(site: AttentionSite) -> Declined | None:
     device = tensor(site.q.node).device
-    if device.type not in SUPPORTED_DEVICES:
-        detail = f"no attention with log-sum-exp for device {device}"
-        return Declined(Reason.NO_KERNEL, site.node.name, detail)
+    missing = no_kernel(device)
+    if missing:
+        return Declined(Reason.NO_KERNEL, site.node.name, missing)
+    if device.type != "cpu" and tensor(site.q.node).dtype == torch.float64:
+        detail = f"{site.q.node.name} is float64 on {device}"
+        return Declined(Reason.FLOAT64, site.node.name, detail)
     dtypes = {tensor(o.node).dtype for o in (site.q, site.k, site.v)}
     if len(dtypes) > 1:
         detail = f"q, k and v of dtypes {', '.join(sorted(map(str, dtypes)))}"

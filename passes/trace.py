@@ -85,6 +85,10 @@ class Abstraction:
         """For each atom the lower bound that is known of it: 2, 1, 0, or None."""
         return tuple(self._bound(atom) for atom in self.atoms)
 
+    def hints(self) -> tuple[int | None, ...]:
+        """For each atom its value in the call being compiled, or None."""
+        return tuple(self.sizes.hint(atom) for atom in self.atoms)
+
     def _bound(self, atom: Size) -> int | None:
         if not self.sizes.at_least(atom, 0):
             return None
@@ -158,8 +162,7 @@ class _World:
     def __init__(self, abstraction: Abstraction) -> None:
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env)
-        hints = [abstraction.sizes.hint(a) for a in abstraction.atoms]
-        bounded = zip(hints, abstraction.bounds(), strict=True)
+        bounded = zip(abstraction.hints(), abstraction.bounds(), strict=True)
         self.symbols = tuple(self._symbol(i, h, low) for i, (h, low) in enumerate(bounded))
         self.names = {f"atom{i}": symbol for i, symbol in enumerate(self.symbols)}
 

@@ -42,6 +42,8 @@ def _with_inputs(node: fx.Node) -> list[fx.Node]:
 
 
 def _compare(node: fx.Node, expected: Any, actual: Any, sizes: Sizes, after: str) -> None:
+    if isinstance(expected, dict):
+        expected, actual = list(expected.values()), list(actual.values())
     if isinstance(expected, (tuple, list)):
         for e, a in zip(expected, actual, strict=True):
             _compare(node, e, a, sizes, after)

@@ -916,7 +916,7 @@ def test_float64_needs_the_cpu(dtype):
     gm = graph_of(call_with(), dtype=dtype, device="cuda")
     (found,) = capture(gm, [], devices={"cuda"})
     assert (getattr(found, "reason", None) == Reason.FLOAT64) == (dtype == torch.float64)
-    (found,) = capture(graph_of(call_with(), dtype=dtype, device="cuda"), [])
+    (found,) = capture(graph_of(call_with(), dtype=dtype, device="cuda"), [], devices={"cpu"})
     assert found.reason == Reason.NO_KERNEL
 
 

@@ -13,6 +13,7 @@ EVERY = {
     "passes": ([], (), "cascade", ("cascade",)),
     "decide": ("always", "always", "never", "never"),
     "guards": ("auto", "auto", "never", "never"),
+    "batch_invariant": (True, True, "0", False),
     "strict": ("yes", True, "off", False),
     "verify": (1, True, "false", False),
     "dump": ("graphs", Path("graphs"), "elsewhere", Path("elsewhere")),
@@ -130,7 +131,19 @@ def test_inductor_names_pass_through_with_dashes_or_underscores():
 
 @pytest.mark.parametrize("name", [s.name for s in settings()] + ["mode"])
 def test_no_option_of_ours_hides_one_of_inductor(name):
-    assert name not in torch._inductor.list_options()
+    if name in torch._inductor.list_options():
+        patches = Options.resolve({name: True})[1]
+        assert patches == {name: True}, "the name is taken, so it must mean both"
+        assert Options.resolve({name: False})[1] == {}
+
+
+def test_batch_invariance_changes_code_and_is_asked_of_inductor_too(monkeypatch):
+    assert Options(batch_invariant=True).fingerprint() != Options().fingerprint()
+    monkeypatch.setenv("TORCH_CASCADE_BATCH_INVARIANT", "1")
+    options, patches = Options.resolve(mode="max-autotune")
+    assert options.batch_invariant and patches["max_autotune"]
+    known = "batch_invariant" in torch._inductor.list_options()
+    assert patches.get("batch_invariant", False) == known
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None])
