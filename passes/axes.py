@@ -135,13 +135,39 @@ def distribute(digits: Sequence[Digit], targets: Sequence[Size], sizes: Sizes) -
     result: list[Dim] = []
     for (i0, j0), (i1, j1) in pairwise(marks):
         run, dims = tuple(digits[i0:i1]), targets[j0:j1]
-        if len(dims) == 1:
-            result.append(Dim(run))
-        elif len(run) == 1:
-            result += [Dim((digit,)) for digit in split_digit(run[0], dims)]
-        else:
+        laid = _laid_out(run, dims, sizes)
+        if laid is None:
             return None
+        result += laid
     return result
+
+
+def _laid_out(run: Sequence[Digit], targets: Sequence[Size], sizes: Sizes) -> list[Dim] | None:
+    """One run of digits over dims with no cut between them: peeled off from the minor end.
+
+    The last digit and the last dim always end together, so the smaller of the two divides the
+    larger or they do not line up.
+    """
+    if len(targets) == 1:
+        return [Dim(tuple(run))]
+    left, dims = list(run), []
+    for size in reversed(targets[1:]):
+        own: list[Digit] = []
+        while size != ONE:
+            if not left:
+                return None
+            digit = left.pop()
+            whole_digit, part = quotient(size, digit.size, sizes), None
+            if whole_digit is None:
+                part = quotient(digit.size, size, sizes)
+                if part is None:
+                    return None
+                major, digit = split_digit(digit, (part, size))
+                left.append(major)
+            own.insert(0, digit)
+            size = ONE if whole_digit is None else whole_digit
+        dims.insert(0, Dim(tuple(own)))
+    return [Dim(tuple(left)), *dims]
 
 
 def complement(

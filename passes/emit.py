@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, tensor
+from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, tensor
 from torch_cascade.passes.axes import Digit
+from torch_cascade.passes.emit_keys import emit_keys, padded
 from torch_cascade.passes.emit_merge import Partial, merged, nan_where_empty
 from torch_cascade.passes.layout import laid_out
-from torch_cascade.passes.pieces import Piece
 from torch_cascade.passes.plan import CascadePlan, Part
 from torch_cascade.passes.prefix import Segment, axis_size
 from torch_cascade.passes.site import AttentionSite, MaskTerm
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
 
 def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
     """Replace a site by its cascade form.
@@ -81,11 +82,11 @@ def _attend(
 ) -> Partial:
     """One `attend`, rows in the order of the batch."""
     rows = _RowOrder(emit, part.segments[0], sizes)
-    k = _key_values(emit, [s.k for s in part.segments])
-    v = _key_values(emit, [s.v for s in part.segments])
+    keys = emit_keys(emit, part)
     terms = [_mask_slice(emit, site, term, part, rows) for term in part.mask.terms]
-    mask = _one_mask(emit, terms)
+    mask = padded(emit, _one_mask(emit, terms), part, keys)
     options: dict[str, Any] = {"branches": part.segments[0].branches, "scale": scale}
+    options |= keys.options
     if part.mask.q_offset is not None:
         options["q_positions"] = _positions(emit, site, part.mask.q_offset)
     if part.mask.window is not None:
@@ -93,7 +94,7 @@ def _attend(
     if site.softcap is not None:
         options["softcap"] = site.softcap
     attend = torch.ops.cascade.attend.default
-    pair = emit.call(attend, rows.grouped(q), k, v, mask, **options)
+    pair = emit.call(attend, rows.grouped(q), keys.k, keys.v, mask, **options)
     out = emit.call(operator.getitem, pair, 0)
     lse = emit.call(operator.getitem, pair, 1)
     return Partial(rows.restored(out), rows.restored(lse), mask)
@@ -112,42 +113,6 @@ def _positions(emit: Emitter, site: AttentionSite, offset: Size) -> fx.Node:
         requires_grad=False,
     )
     return iota if offset == 0 else emit.call(aten.add.Tensor, iota, offset)
-
-
-def _key_values(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
-    """K or V of a part as [rows, heads, keys, d]; pieces that follow one another are joined."""
-    nodes = [_key_value(emit, piece) for piece in pieces]
-    return nodes[0] if len(nodes) == 1 else emit.call(aten.cat.default, nodes, 2)
-
-
-def _key_value(emit: Emitter, piece: Piece) -> fx.Node:
-    node = piece.base
-    for index, (dim, size) in enumerate(zip(piece.dims, shape(piece.base), strict=True)):
-        if dim.offset != 0 or not emit.sizes.equal(dim.extent, size):
-            end = dim.offset + dim.extent
-            node = emit.call(aten.slice.Tensor, node, index, dim.offset, end)
-    node = _arranged(emit, node, piece)
-    for dtype in piece.casts:
-        node = emit.call(prims.convert_element_type.default, node, dtype)
-    return node
-
-
-def _arranged(emit: Emitter, node: fx.Node, piece: Piece) -> fx.Node:
-    """A base (already sliced) as [rows, heads, keys, d]: split into digits, sorted, joined."""
-    digits = [digit for dim in piece.dims for digit in dim.digits]
-    hint = emit.sizes.hint
-    wanted = [
-        sorted((d for d in digits if d.axis == axis), key=lambda d: -(hint(d.stride) or 0))
-        for axis in ("n", "h", "k", "d")
-    ]
-    if [list(dim.digits) for dim in piece.dims] == wanted:
-        return node
-    order = [digits.index(d) for group in wanted for d in group]
-    if any(len(dim.digits) != 1 for dim in piece.dims):
-        node = emit.call(aten.reshape.default, node, [d.size for d in digits])
-    if order != sorted(order):
-        node = emit.call(aten.permute.default, node, order)
-    return emit.call(aten.reshape.default, node, [product(d.size for d in g) for g in wanted])
 
 
 class _RowOrder:
@@ -214,5 +179,6 @@ def _one_mask(emit: Emitter, terms: Sequence[MaskTerm]) -> fx.Node | None:
         visible = keep if visible is None else emit.call(both, visible, keep)
     if added is None or visible is None:
         return visible if added is None else added
-    hidden = emit.call(aten.full.default, [], -math.inf, dtype=tensor(added).dtype)
+    dtype, device = tensor(added).dtype, tensor(added).device
+    hidden = emit.call(aten.full.default, [], -math.inf, dtype=dtype, device=device)
     return emit.call(aten.where.self, visible, added, hidden)

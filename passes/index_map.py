@@ -58,8 +58,12 @@ def index_is_integer(index: fx.Node) -> bool:
 
 def read_index(index: fx.Node, position: Dim, sizes: Sizes) -> Dim | None:
     """The value of a 1-D index tensor at `position`: digits and an offset, None if unreadable."""
+    return read_position(index, (position,), sizes)
+
+
+def read_position(index: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
+    """The value of an index tensor of any rank whose dims are indexed by `dims`."""
     node = index
-    dims: Dims = (position,)
     while True:
         if node.target in _VALUES:
             return _VALUES[node.target](node, dims, sizes)

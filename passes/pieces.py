@@ -4,7 +4,7 @@ A piece is a run of keys of one operand and the node that holds it. The walk goe
 rules of `passes/views.py`; a cat along the key axis splits a piece into parts. An op without a
 rule, or one that does not line up, ends it: its node is a *base*, which is always right, only
 perhaps not shared. A cat below which nothing is shared any further is a base itself, so a cache
-that grows by cat is read as one tensor.
+that grows by cat is read as one tensor. A lookup of pages ends at its pool (`passes/pages.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from torch import fx
 import torch_cascade.passes.index_map  # noqa: F401  (registers the rules of index ops)
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.passes.axes import ZERO, Digit, Dim, Dims, normalise, same_digits, whole
+from torch_cascade.passes.fp8 import FP8, Scale, exact_casts, scaled
+from torch_cascade.passes.pages import Pages, looked_up
 from torch_cascade.passes.site import AxisName, Operand
 from torch_cascade.passes.views import RULES, argument, split_dim
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 
 
@@ -33,23 +36,40 @@ class Piece:
     """A run of keys of one operand: where its values are before any batch expansion.
 
     Attributes:
-        base: the node that holds them.
+        base: the node that holds them; with `pages`, the pool they are looked up in.
         dims: how each dim of `base` is indexed by digits of n, h, k and d.
         casts: dtypes to convert to on the way down, in order.
+        pages: the table of the lookup; None for a base that is read as it is.
+        keys: how many keys are used, the first ones; None for all.
+        scale: a factor on the way down, of an fp8 base only.
     """
 
     base: fx.Node
     dims: Dims
     casts: tuple[torch.dtype, ...] = ()
+    pages: Pages | None = None
+    keys: Size | None = None
+    scale: Scale | None = None
 
     def digits(self, axis: AxisName) -> tuple[Digit, ...]:
         """The digits of one axis that this piece depends on, in the order of its dims."""
-        return tuple(d for dim in self.dims for d in dim.digits if d.axis == axis)
+        dims = self.dims if self.pages is None else (*self.pages.dims, *self.dims)
+        return tuple(d for dim in dims for d in dim.digits if d.axis == axis)
+
+    @property
+    def stored_length(self) -> Size:
+        """Number of keys that the base (or the table) holds."""
+        return product(d.size for d in self.digits("k"))
 
     @property
     def length(self) -> Size:
         """Number of keys."""
-        return product(d.size for d in self.digits("k"))
+        return self.stored_length if self.keys is None else self.keys
+
+    @property
+    def is_fp8(self) -> bool:
+        """True iff the base is stored as fp8 and reaches the attention unrounded."""
+        return tensor(self.base).dtype == FP8 and exact_casts(self.casts)
 
 
 def pieces_of(operand: Operand, batch: Size, sizes: Sizes) -> list[Piece]:
@@ -70,16 +90,63 @@ def _walk(piece: Piece, sizes: Sizes) -> list[Piece]:
         return [piece]
     if node.target is aten.cat.default:
         return _walk_cat(piece, sizes)
+    if node.target is aten.mul.Tensor:
+        return _walk_scaled(piece, sizes)
     rule = RULES.get(node.target)
     source = rule(node, piece.dims, sizes) if rule is not None else None
     if source is None or not _keeps_keys(piece.dims, source[1], sizes):
-        return [piece]
+        return [_paged(piece, sizes) or _truncated(piece, sizes) or piece]
     casts = piece.casts
     if node.target in _CASTS:
         if not _casts_floats(node, source[0]):
             return [piece]
         casts = (tensor(node).dtype, *casts)
     return _walk(Piece(source[0], source[1], casts), sizes)
+
+
+def _walk_scaled(piece: Piece, sizes: Sizes) -> list[Piece]:
+    """Below a factor: looked through where everything above it is stored as fp8."""
+    for node, dims, scale in scaled(piece.base, piece.dims, sizes):
+        casts = (tensor(piece.base).dtype, *piece.casts)
+        found = _walk(Piece(node, dims, casts), sizes)
+        fits = (p.is_fp8 and p.scale is None and scale.fits(p.dims, sizes) for p in found)
+        if _keeps_keys(piece.dims, dims, sizes) and all(fits):
+            return [replace(p, scale=scale) for p in found]
+    return [piece]
+
+
+def _paged(piece: Piece, sizes: Sizes) -> Piece | None:
+    """A piece that is looked up in a pool, as the pool (before it was converted) and the table."""
+    found = looked_up(piece.base, piece.dims, sizes)
+    if found is None:
+        return None
+    pool, dims, pages = found
+    if not _keeps_keys(piece.dims, (*dims, *pages.dims), sizes):
+        return None
+    casts = piece.casts
+    while pool.target in _CASTS:
+        (source,) = pool.all_input_nodes
+        if not _casts_floats(pool, source):
+            break
+        pool, casts = source, (tensor(pool).dtype, *casts)
+    return Piece(pool, dims, casts, pages)
+
+
+def _truncated(piece: Piece, sizes: Sizes) -> Piece | None:
+    """The first keys of a view of pages: the last page of a table need not be full."""
+    at = [i for i, dim in enumerate(piece.dims) if any(d.axis == "k" for d in dim.digits)]
+    if len(at) != 1 or piece.keys is not None or piece.base.target not in _VIEWS:
+        return None
+    dim, size = piece.dims[at[0]], shape(piece.base)[at[0]]
+    if len(dim.digits) != 1 or dim.offset != 0 or dim.covers(size, sizes):
+        return None
+    if not sizes.at_least(size, dim.extent):
+        return None
+    whole_dim = Dim((replace(dim.digits[0], size=size),))
+    dims = (*piece.dims[: at[0]], whole_dim, *piece.dims[at[0] + 1 :])
+    found = _walk(replace(piece, dims=dims), sizes)
+    paged = len(found) == 1 and found[0].pages is not None and found[0].keys is None
+    return replace(found[0], keys=dim.extent) if paged else None
 
 
 def _keeps_keys(below: Dims, above: Dims, sizes: Sizes) -> bool:

@@ -140,7 +140,9 @@ def _parts(
 
 
 def _joinable(a: Segment, b: Segment, sizes: Sizes) -> bool:
-    """True for neighbours that nobody shares and whose tensors have the same heads."""
+    """True for neighbours that nobody shares, of the same heads, that must be read anyway."""
+    if a.is_stored or b.is_stored:
+        return False
     heads = [product(d.size for d in s.k.digits("h")) for s in (a, b)]
     return a.branches == 1 and b.branches == 1 and sizes.equal(*heads)
 

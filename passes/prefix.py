@@ -43,6 +43,11 @@ class Segment:
         return product(d.size for d in self.dropped)
 
     @property
+    def is_stored(self) -> bool:
+        """True iff K or V is in pages or in fp8: read as it is, never joined with a neighbour."""
+        return any(piece.pages is not None or piece.is_fp8 for piece in (self.k, self.v))
+
+    @property
     def rows(self) -> Size:
         """How many KV rows there are."""
         return product(d.size for d in self.kept)

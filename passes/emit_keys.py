@@ -1,0 +1,184 @@
+"""Emits what an `attend` of one part reads: keys and values, or pools and a page table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torch_cascade.compiler.graph import Emitter, Size, product, shape, tensor
+from torch_cascade.passes.axes import ONE, Digit, Dim, Dims
+from torch_cascade.passes.fp8 import Scale
+from torch_cascade.passes.pages import Pages, page_size, same_pages
+from torch_cascade.passes.pieces import Piece
+from torch_cascade.passes.plan import Part
+from torch_cascade.passes.prefix import Segment
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Keys:
+    """K and V of one `attend`.
+
+    Attributes:
+        k, v: [rows, heads, keys, d], or pools [blocks, heads, page_size, d].
+        length: number of keys as `attend` counts them, at least those of the part.
+        options: further arguments of `attend`: page_table, k_scale, v_scale.
+    """
+
+    k: fx.Node
+    v: fx.Node
+    length: Size
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def emit_keys(emit: Emitter, part: Part) -> Keys:
+    """K and V of a part; neighbours that are read as one are joined."""
+    first = part.segments[0]
+    if len(part.segments) > 1 or not first.is_stored:
+        k = _joined(emit, [s.k for s in part.segments])
+        return Keys(k, _joined(emit, [s.v for s in part.segments]), part.length)
+    options: dict[str, Any] = {}
+    length = part.length
+    if paged(first, emit):
+        length = first.k.stored_length
+        options["page_table"] = table = _page_table(emit, first.k)
+        if first.k.keys is not None:
+            options["kv_lens"] = _lengths(emit, table, first.k.keys)
+        k, v = _pool(emit, first.k), _pool(emit, first.v)
+    else:
+        k, v = _dense(emit, first.k), _dense(emit, first.v)
+    if not fp8(first):
+        return Keys(_converted(emit, k, first.k), _converted(emit, v, first.v), length, options)
+    for name, piece, node in (("k_scale", first.k, k), ("v_scale", first.v, v)):
+        if piece.scale is not None:
+            options[name] = _scale(emit, piece.scale, shape(node)[1])
+    return Keys(k, v, length, options)
+
+
+def paged(segment: Segment, emit: Emitter) -> bool:
+    """True iff K and V can be read by one table from pools that need no conversion."""
+    k, v, sizes = segment.k, segment.v, emit.sizes
+    if k.pages is None or v.pages is None or not same_pages(k.pages, v.pages, sizes):
+        return False
+    pools = [(shape(p.base)[p.pages.axis], page_size(p.dims)) for p in (k, v) if p.pages]
+    alike = all(sizes.equal(a, b) for a, b in zip(*pools, strict=True))
+    return alike and k.keys == v.keys and (fp8(segment) or not (k.casts or v.casts))
+
+
+def fp8(segment: Segment) -> bool:
+    """True iff K and V are both read as fp8."""
+    return segment.k.is_fp8 and segment.v.is_fp8
+
+
+def padded(emit: Emitter, mask: fx.Node | None, part: Part, keys: Keys) -> fx.Node | None:
+    """A mask of the part's keys as one of all keys that `attend` counts; `kv_lens` hides these."""
+    more = keys.length - part.length
+    if mask is None or emit.sizes.equal(more, 0) or shape(mask)[-1] == 1:
+        return mask
+    return emit.call(aten.constant_pad_nd.default, mask, [0, more], 0)
+
+
+def _lengths(emit: Emitter, table: fx.Node, keys: Size) -> fx.Node:
+    """One number of keys for every row of a table: int64 [rows]."""
+    device = tensor(table).device
+    rows = [shape(table)[0]]
+    return emit.call(aten.full.default, rows, keys, dtype=torch.int64, device=device)
+
+
+def _joined(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
+    """K or V as [rows, heads, keys, d]; pieces that follow one another are joined."""
+    nodes = [_converted(emit, _dense(emit, piece), piece) for piece in pieces]
+    return nodes[0] if len(nodes) == 1 else emit.call(aten.cat.default, nodes, 2)
+
+
+def _dense(emit: Emitter, piece: Piece) -> fx.Node:
+    """A piece as [rows, heads, keys, d], in the dtype it is stored in."""
+    if piece.pages is None:
+        return _arranged(emit, piece.base, piece.dims, "nhkd")
+    table = _arranged(emit, piece.pages.table, piece.pages.dims, "nk")
+    pages = emit.call(aten.index.Tensor, _pool(emit, piece), [table])
+    rows, columns, heads, size, width = shape(pages)
+    pages = emit.call(aten.permute.default, pages, [0, 2, 1, 3, 4])
+    keys = emit.call(aten.reshape.default, pages, [rows, heads, columns * size, width])
+    if piece.keys is None:
+        return keys
+    return emit.call(aten.slice.Tensor, keys, 2, 0, piece.keys)
+
+
+def _pool(emit: Emitter, piece: Piece) -> fx.Node:
+    """The pool of a piece as [blocks, heads, page_size, d], a view of it."""
+    assert piece.pages is not None
+    axis = piece.pages.axis
+    # The blocks stand where rows do, so that one function arranges both.
+    blocks = Dim((Digit("n", ONE, shape(piece.base)[axis]),))
+    dims = (*piece.dims[:axis], blocks, *piece.dims[axis + 1 :])
+    return _arranged(emit, piece.base, dims, "nhkd")
+
+
+def _page_table(emit: Emitter, piece: Piece) -> fx.Node:
+    """The table as [rows, pages] without negative entries, which count from the end in torch."""
+    pages: Pages | None = piece.pages
+    assert pages is not None
+    table = _arranged(emit, pages.table, pages.dims, "nk")
+    negative = emit.call(aten.lt.Scalar, table, 0)
+    blocks = shape(piece.base)[pages.axis]
+    from_end = emit.call(aten.add.Tensor, table, blocks)
+    return emit.call(aten.where.self, negative, from_end, table)
+
+
+def _converted(emit: Emitter, node: fx.Node, piece: Piece) -> fx.Node:
+    """Keys or values in the dtype of the attention, times their factor."""
+    if piece.scale is None:
+        for dtype in piece.casts:
+            node = emit.call(prims.convert_element_type.default, node, dtype)
+        return node
+    factor = emit.call(
+        aten.reshape.default, _scale(emit, piece.scale, shape(node)[1]), [1, shape(node)[1], 1, 1]
+    )
+    exact = emit.call(prims.convert_element_type.default, node, torch.float32)
+    product32 = emit.call(aten.mul.Tensor, exact, factor)
+    return emit.call(prims.convert_element_type.default, product32, piece.casts[-1])
+
+
+def _scale(emit: Emitter, scale: Scale, heads: Size) -> fx.Node:
+    """A factor as float32 [heads]."""
+    base_device = emit.anchor.meta["val"].device
+    if not isinstance(scale.factor, fx.Node):
+        options = {"dtype": torch.float32, "device": base_device}
+        return emit.call(aten.full.default, [heads], scale.factor, **options)
+    node = scale.factor
+    if tensor(node).dtype != torch.float32:
+        node = emit.call(prims.convert_element_type.default, node, torch.float32)
+    node = _arranged(emit, node, scale.dims, "h")
+    if any(dim.digits for dim in scale.dims):
+        return node
+    spread = emit.call(aten.expand.default, node, [heads])
+    return emit.call(aten.clone.default, spread, memory_format=torch.contiguous_format)
+
+
+def _arranged(emit: Emitter, node: fx.Node, dims: Dims, axes: str) -> fx.Node:
+    """A base as a tensor with one dim an axis: sliced, split into digits, sorted, joined."""
+    for index, (dim, size) in enumerate(zip(dims, shape(node), strict=True)):
+        if dim.offset != 0 or not emit.sizes.equal(dim.extent, size):
+            end = dim.offset + dim.extent
+            node = emit.call(aten.slice.Tensor, node, index, dim.offset, end)
+    digits = [digit for dim in dims for digit in dim.digits]
+    hint = emit.sizes.hint
+    wanted = [
+        sorted((d for d in digits if d.axis == axis), key=lambda d: -(hint(d.stride) or 0))
+        for axis in axes
+    ]
+    if [list(dim.digits) for dim in dims] == wanted:
+        return node
+    order = [digits.index(d) for group in wanted for d in group]
+    if any(len(dim.digits) != 1 for dim in dims):
+        node = emit.call(aten.reshape.default, node, [d.size for d in digits])
+    if order != sorted(order):
+        node = emit.call(aten.permute.default, node, order)
+    return emit.call(aten.reshape.default, node, [product(d.size for d in g) for g in wanted])
