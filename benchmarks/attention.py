@@ -6,7 +6,6 @@ Example: `python -m torch_cascade.benchmarks.attention --rows 4,4,2000,5,5 --eng
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cascade.benchmarks import check, inputs, peers, plots, record, rows, tables, timing
+from torch_cascade.benchmarks import (
+    check,
+    inputs,
+    memory,
+    peers,
+    plots,
+    record,
+    rows,
+    tables,
+    timing,
+)
 from torch_cascade.benchmarks.inputs import Inputs
 from torch_cascade.benchmarks.record import Line, Record, Result
 from torch_cascade.benchmarks.spread import Spread
@@ -131,7 +140,7 @@ def measure_row(
         details |= results[name].details
         results[name] = Result(record.OK, time=Spread.of(values), details=details)
     prepared.clear()
-    release()
+    memory.forget_compiled()
     us = 1e6 * floor.seconds
     return Line(str(row), us, rows.goal_us(us), floor, results, details=vars(row))
 
@@ -162,7 +171,7 @@ def prepare(
             error.__traceback__ = None  # it would hold tensors
         if results[peer.name].status != record.OK:
             prepared.pop(peer.name, None)
-        release(keep_compiled=True)
+        memory.release()
     return results, prepared
 
 
@@ -200,15 +209,6 @@ def replayed(ready: timing.Prepared, case: Case, found: Result) -> Result:
     if judged.right:
         return found
     return Result(record.WRONG, f"replayed graph: {judged.complaint()}", details=found.details)
-
-
-def release(keep_compiled: bool = False) -> None:
-    """Give back what nobody holds any more, on the device and in the compiler's caches."""
-    if not keep_compiled:
-        torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Scene:
     watched: Tensor
     known: Reference | None = None
     results: dict[str, Result] = field(default_factory=dict)
+    choices: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def alone(self) -> list[Tensor]:
@@ -82,9 +84,9 @@ class Measurement:
         chosen = [way for way in WAYS if way.name in self.options.engines]
         together = self._together(scene, chosen)
         for group in [chosen] if together else [[way] for way in chosen]:
-            torch._dynamo.reset()
             self._group(scene, group)
-            memory.release()
+            memory.forget_compiled()
+        agreement(scene)
         half = WARM_UP + self.options.steps / 2
         floors = [cases.floor(case, scene.size, half, self.ceilings, s) for s in (True, False)]
         shared, expanded = (1e3 * floor.seconds for floor in floors)
@@ -147,15 +149,15 @@ class Measurement:
         """Set engines up one after the other, then let them take turns."""
         alive: dict[str, Contestant] = {}
         for way in ways:
-            self._try(scene, way.name, alive, lambda way=way: self._set_up(scene, way, alive))
+            self._try(scene, way.name, alive, functools.partial(self._set_up, scene, way, alive))
         for index, fed in enumerate(scene.alone[WARM_UP:]):
             names = list(alive)
             first = index % max(1, len(names))
             for name in names[first:] + names[:first]:
                 step = alive[name].running.step
-                self._try(scene, name, alive, lambda step=step, fed=fed: step(fed))
+                self._try(scene, name, alive, functools.partial(step, fed))
         for name in list(alive):
-            self._try(scene, name, alive, lambda one=alive[name]: self._finish(scene, one))
+            self._try(scene, name, alive, functools.partial(self._finish, scene, alive[name]))
 
     def _try(
         self, scene: Scene, name: str, alive: dict[str, Contestant], action: Callable[[], None]
@@ -185,7 +187,8 @@ class Measurement:
 
     def _needed_before(self, scene: Scene, way: Way) -> int:
         """Bytes that were there before and that this engine cannot do without."""
-        weights = sum(p.numel() * p.element_size() for p in self.loaded.model.parameters())
+        parameters = self.loaded.model.parameters()
+        weights: int = sum(p.numel() * p.element_size() for p in parameters)
         case = scene.case
         prefix = case.requests * case.length * scene.size.token
         return weights + (0 if way.stock else prefix)
@@ -195,6 +198,7 @@ class Measurement:
         if scene.burst:
             one.burst = running.burst(scene.together)
         result = summary(scene, one)
+        scene.choices[running.way.name] = torch.stack(running.choices).cpu()
         scene.results[running.way.name] = result
         if result.time is not None:
             self.say(f"{scene.case} {running.way.name}: {result.time.median:.2f} ms a step")
@@ -218,3 +222,20 @@ def summary(scene: Scene, one: Contestant) -> Result:
         if not verdict.right:
             return Result(record.WRONG, verdict.complaint(), details=details)
     return Result(record.OK, time=Spread.of(steady), details=details)
+
+
+def agreement(scene: Scene) -> None:
+    """Note in the results how many greedy choices, of all rows, are those of the last engine.
+
+    The last is the plainest that ran: eager with a stock cache, where there is room for it.
+    """
+    if not scene.choices:
+        return
+    base = next(way.name for way in reversed(WAYS) if way.name in scene.choices)
+    for name, choices in scene.choices.items():
+        same = int((choices == scene.choices[base]).sum())
+        scene.results[name].details["same_choices"] = {
+            "as": base,
+            "same": same,
+            "of": choices.numel(),
+        }

@@ -35,6 +35,16 @@ def free_bytes(device: torch.device) -> int | None:
     return free + unused
 
 
+def forget_compiled() -> None:
+    """Drop compiled code and the memory that its CUDA graphs hold."""
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+    release()
+
+
 def release() -> None:
     """Give back what nobody holds any more."""
     gc.collect()

@@ -164,11 +164,8 @@ def weights_read(model: Any) -> tuple[int, int]:
 
     Of a table that is not the output layer's, only the rows of the tokens fed are read.
     """
-    skipped = set()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    if table.data_ptr() != head.data_ptr():
-        skipped.add(table.data_ptr())
-    read = [p for p in model.parameters() if p.data_ptr() not in skipped]
+    read = [p for p in model.parameters() if p is not table or p is head]
     return sum(p.numel() for p in read), sum(p.numel() * p.element_size() for p in read)
 
 

@@ -40,7 +40,7 @@ def title(record: Record) -> str:
 
 
 def cell(line: Line, result: Result | None, ours: bool) -> str:
-    """Time and ratio to the floor, or what happened instead.
+    """Time, ratio to the floor and peak memory where it was measured; or what happened instead.
 
     `*`: no CUDA graph could be captured, so launches are in the time.
     """
@@ -52,6 +52,8 @@ def cell(line: Line, result: Result | None, ours: bool) -> str:
     median = result.time.median
     mark = "" if result.details.get("captured", True) else "*"
     text = f"{number(median)}{mark} ({number(median / line.floor)})"
+    if peak := result.details.get("peak_bytes"):
+        text += f" {peak / 1e9:.0f} GB"
     if not ours:
         return text
     return f"[{'green' if median <= line.goal else 'yellow'}]{text}[/]"
