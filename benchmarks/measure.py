@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,12 +70,14 @@ class Measurement:
         ceilings: of the machine.
         options: of the command line.
         say: prints one line.
+        deadline: no engine is set up after it, in seconds of `time.monotonic`; None for no limit.
     """
 
     loaded: models.Loaded
     ceilings: Ceilings
     options: argparse.Namespace
     say: Callable[[str], None]
+    deadline: float | None = None
 
     def line(self, case: Case) -> Line:
         """Measure all engines at one case."""
@@ -100,6 +103,10 @@ class Measurement:
         }
         goal = cases.GOAL_FACTOR * shared
         return Line(str(case), shared, goal, floors[0], scene.results, details | vars(case))
+
+    def late(self) -> bool:
+        """Is the time over that the user gave?"""
+        return self.deadline is not None and time.monotonic() > self.deadline
 
     def _scene(self, case: Case) -> Scene:
         options, model = self.options, self.loaded.model
@@ -149,6 +156,9 @@ class Measurement:
         """Set engines up one after the other, then let them take turns."""
         alive: dict[str, Contestant] = {}
         for way in ways:
+            if self.late():
+                scene.results[way.name] = Result(record.MISSING, "out of time")
+                continue
             self._try(scene, way.name, alive, functools.partial(self._set_up, scene, way, alive))
         for index, fed in enumerate(scene.alone[WARM_UP:]):
             names = list(alive)

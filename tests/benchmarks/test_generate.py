@@ -114,6 +114,19 @@ def test_a_prompt_can_be_read_instead_of_drawn(tmp_path, uncompiled):
     assert status == 0 and content["settings"]["prefill"] == "prompt"
 
 
+def test_when_time_is_over_no_engine_starts(tmp_path, monkeypatch, uncompiled):
+    start = decode.Running.start
+    late = []
+    monkeypatch.setattr(decode.Running, "start", lambda *a: late.append(1) or start(*a))
+    monkeypatch.setattr(measure.Measurement, "late", lambda _: len(late) > 1)
+    options = ("--engines", "cascade,static,eager-dynamic", "--check-rows", "0")
+    status, content = run(tmp_path / "run.json", *options, "--cases", "2,3,11", "1,2,5")
+    (line,) = content["lines"]
+    assert status == 0
+    assert [r["status"] for r in line["results"].values()] == ["missing", "ok", "ok"]
+    assert line["results"]["eager-dynamic"]["reason"] == "out of time"
+
+
 @pytest.mark.slow
 def test_the_whole_command_with_the_real_backends(tmp_path):
     torch._dynamo.reset()
