@@ -234,7 +234,7 @@ def test_alibi_positions_are_global():
 
 
 def test_transformers_41249_sink_logits():
-    """gpt-oss: a logit a head that takes weight and gives no value. Declined or right."""
+    """gpt-oss: a logit a head that takes weight and gives no value."""
 
     def fn(q, kp, ks, vp, vs, sinks):
         k = torch.cat([kp.repeat_interleave(3, 0), ks], 2)
@@ -244,7 +244,7 @@ def test_transformers_41249_sink_logits():
         scores = scores - scores.max(-1, keepdim=True).values
         return scores.softmax(-1)[..., :-1] @ v
 
-    check(fn, *shared_inputs(), torch.randn(1, 2, 1, 1), rewritten=0)
+    check(fn, *shared_inputs(), torch.randn(1, 2, 1, 1))
 
 
 def test_soft_cap_on_both_sides():
@@ -255,7 +255,7 @@ def test_soft_cap_on_both_sides():
         return scores.softmax(-1) @ v
 
     q, *kv = shared_inputs()
-    check(fn, q * 8, *kv, rewritten=None)
+    check(fn, q * 8, *kv)
 
 
 @pytest.mark.parametrize("shape", [(6, 1, 5, 11), (1, 1, 1, 11), (6, 2, 5, 11), (6, 1, 1, 11)])

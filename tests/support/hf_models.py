@@ -27,6 +27,20 @@ _EXTRAS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
         "query_pre_attn_scalar": 8,
     },
+    "Gemma2": _WIDTHS
+    | {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+    },
+    "GptOss": _WIDTHS
+    | {
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "Phi3": _WIDTHS,
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "GPTJ": {"n_embd": 48, "n_layer": 2, "n_head": 6, "rotary_dim": 4, "n_positions": 64},
@@ -35,8 +49,11 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "Mixtral": _WIDTHS | {"num_local_experts": 4, "sliding_window": None},
 }
 _CAUSAL = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
-FAMILIES = tuple(_EXTRAS)
+# Soft-cap and sinks: these have no SDPA, and compute their softmax in float32 or lower.
+EAGER_ONLY = ("Gemma2", "GptOss")
+FAMILIES = tuple(family for family in _EXTRAS if family not in EAGER_ONLY)
 WINDOWED = ("Mistral", "Gemma3Text")
+EXPERTS = ("Mixtral", "GptOss")
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
@@ -56,6 +73,6 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) 
     )
     name = _CAUSAL.get(family, f"{family}ForCausalLM")
     model = getattr(transformers, name)(config).eval().to(dtype)
-    if family == "Mixtral":
+    if family in EXPERTS:
         model.set_experts_implementation("eager")  # the grouped matmul has no float64
     return model

@@ -61,10 +61,28 @@ def weights_hidden_after_the_softmax(q, kp, ks, vp, vs, gate):
     return weights @ joined(vp, vs)
 
 
-@look_alike("never", (*STANDARD, (N, H, M, 1)))
+@look_alike("either", (*STANDARD, (N, H, M, 1)))
 def sink_in_the_denominator(q, kp, ks, vp, vs, sink):
     scores = torch.cat([by_hand(q, joined(kp, ks)), sink], -1)
     return scores.softmax(-1)[..., :-1] @ joined(vp, vs)
+
+
+@look_alike("never", (*STANDARD, (N, H, M, 1)))
+def first_key_dropped_in_place_of_the_sink(q, kp, ks, vp, vs, sink):
+    scores = torch.cat([by_hand(q, joined(kp, ks)), sink], -1)
+    return scores.softmax(-1)[..., 1:] @ joined(vp, vs)
+
+
+@look_alike("never", (*STANDARD, (N, H, M, 1)))
+def sink_capped_with_the_scores(q, kp, ks, vp, vs, sink):
+    scores = torch.cat([by_hand(q, joined(kp, ks)), sink], -1)
+    return (torch.tanh(scores / 3) * 3).softmax(-1)[..., :-1] @ joined(vp, vs)
+
+
+@look_alike("never", (*STANDARD, (1, 1, M, P + S)))
+def bias_inside_the_soft_cap(q, kp, ks, vp, vs, bias):
+    scores = by_hand(q, joined(kp, ks)) + bias
+    return (torch.tanh(scores / 3) * 3).softmax(-1) @ joined(vp, vs)
 
 
 @look_alike("either")

@@ -1,0 +1,169 @@
+"""Soft-caps and attention sinks through the cascade: on all parts, and counted once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support.promises import check, compiled, shared_inputs
+
+from torch_cascade.compiler.backend import recent
+
+INF = math.inf
+MIN = torch.finfo(torch.float32).min
+# Rows, heads, queries, keys of `shared_inputs`.
+N, H, M, P, S = 6, 2, 5, 7, 4
+
+
+def joined(q, kp, ks, vp, vs):
+    t = q.shape[0] // kp.shape[0]
+    k = torch.cat([kp.repeat_interleave(t, 0), ks], 2)
+    v = torch.cat([vp.repeat_interleave(t, 0), vs], 2)
+    return q @ k.transpose(2, 3) * 0.25, v
+
+
+def with_sinks(q, kp, ks, vp, vs, sinks, mask=None):
+    """gpt-oss; a bool mask fills with -inf, a floating one is added."""
+    scores, v = joined(q, kp, ks, vp, vs)
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, -INF)
+    elif mask is not None:
+        scores = scores + mask
+    scores = torch.cat([scores, sinks.expand(*scores.shape[:3], 1)], -1)
+    scores = scores - scores.max(-1, keepdim=True).values
+    return scores.softmax(-1)[..., :-1] @ v
+
+
+def sinks_of(*values):
+    return torch.tensor(values).view(1, H, 1, 1)
+
+
+def calls(name):
+    """Lines of the graph after the passes that call an op of ours."""
+    return [line for line in recent()[-1].after.splitlines() if f"cascade.{name}" in line]
+
+
+@pytest.mark.parametrize("size", [-30.0, 0.0, 2.0, 5.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sink_is_counted_once(size, dtype):
+    """As large as a needle it halves an output; counted a part it would leave a third."""
+    inputs = shared_inputs(dtype=dtype)
+    check(with_sinks, *inputs, sinks_of(size, size / 2).to(dtype))
+    assert len(calls("attend")) == 2 and len(calls("merge")) == 1
+    assert "sinks" in calls("merge")[0] and "sinks" not in "".join(calls("attend"))
+
+
+def test_a_sink_halves_the_weight_of_an_equal_needle():
+    """The needles of both parts score 4; the sink 4 + log 2: it takes what both of them take."""
+    q, kp, ks, vp, vs = shared_inputs()
+    kp[:, :, -1] = ks[:, :, -1] = 0.0
+    kp[:, :, :-1] = ks[:, :, :-1] = 0.0
+    q[..., 0], kp[:, :, -1, 0], ks[:, :, -1, 0] = 4.0, 40.0, 40.0
+    sinks = torch.full((1, H, 1, 1), 40.0 + math.log(2))
+    out = compiled(with_sinks)(q, kp, ks, vp, vs, sinks)
+    torch.testing.assert_close(out, torch.full_like(out, 5.0), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(H, 1, 1), (N, H, M, 1), (N, 1, 1, 1), (M, 1), (1,), ()])
+def test_sinks_of_any_shape(shape):
+    check(with_sinks, *shared_inputs(), torch.randn(shape).mul(3), dynamic=bool(shape))
+
+
+def test_rows_that_see_the_sink_only():
+    """Zero; and NaN, as eager has it, where the sink hides too."""
+    mask = torch.ones(N, 1, M, P + S, dtype=torch.bool)
+    mask[:, :, 2] = False
+    mask[1, :, 3, :P] = False
+    mask[1, :, 1, P:] = False
+    check(with_sinks, *shared_inputs(), sinks_of(1.0, -INF), mask)
+
+
+@pytest.mark.parametrize("sink", [-INF, MIN, MIN / 2, -1e4, 0.0, 60.0])
+@pytest.mark.parametrize("suffix", [0, S])
+def test_rows_of_finite_masks_only(sink, suffix):
+    """Uniform over the keys below which no sink is; an equal sink is one key more; else zero."""
+    mask = torch.zeros(N, 1, M, P + suffix)
+    mask[:, :, 2] = MIN
+    mask[1, :, 3, :P] = MIN
+    mask[2, :, 1, 2:] = MIN
+    mask[3, :, 1, :1] = -INF
+    mask[3, :, 1, 1:] = MIN
+    check(with_sinks, *shared_inputs(suffix=suffix), sinks_of(sink, 1.0), mask)
+
+
+def test_one_part_and_a_sink():
+    """Branches that added nothing yet: one `attend`, and the sink is merged all the same."""
+
+    def fn(q, kp, vp, sinks):
+        k, v = (x.repeat_interleave(3, 0) for x in (kp, vp))
+        scores = torch.cat([q @ k.transpose(2, 3) * 0.25, sinks.expand(N, H, M, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ v
+
+    q, kp, _, vp, _ = shared_inputs()
+    check(fn, q, kp, vp, sinks_of(2.0, 4.0))
+    assert len(calls("attend")) == 1 and "sinks" in calls("merge")[0]
+
+
+def test_sinks_of_a_batch_in_another_order():
+    """`repeat` order: row n reads prefix n % 2, and its own sink."""
+
+    def fn(q, kp, ks, vp, vs, sinks):
+        k, v = (torch.cat([p.repeat(3, 1, 1, 1), s], 2) for p, s in ((kp, ks), (vp, vs)))
+        scores = torch.cat([q @ k.transpose(2, 3) * 0.25, sinks.expand(N, H, M, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ v
+
+    check(fn, *shared_inputs(), torch.randn(N, 1, M, 1).mul(3))
+
+
+def test_sinks_of_merged_heads():
+    """Rows and heads in one batch dim, as one head a row."""
+
+    def fn(q, kp, ks, vp, vs, sinks):
+        k, v = (torch.cat([p.repeat_interleave(3, 0), s], 1) for p, s in ((kp, ks), (vp, vs)))
+        scores = torch.cat([torch.bmm(q, k.transpose(1, 2)) * 0.25, sinks], -1)
+        return torch.bmm(scores.softmax(-1)[..., :-1], v)
+
+    inputs = [x[:, 0] for x in shared_inputs(heads=1)]
+    check(fn, *inputs, torch.randn(N, M, 1).mul(3))
+
+
+def capped(q, kp, ks, vp, vs, mask=None):
+    scores, v = joined(q, kp, ks, vp, vs)
+    scores = torch.tanh(scores / 2.0) * 2.0
+    if mask is not None:
+        scores = scores + mask
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_cap_on_all_parts(dynamic, dtype):
+    """Scores of up to 32 against a cap of 2: without it one needle takes everything."""
+    q, *kv = shared_inputs(dtype=dtype)
+    check(capped, q * 8, *kv, dynamic=dynamic)
+    assert len(calls("attend")) == 2
+    assert all("softcap=2" in line for line in calls("attend"))
+
+
+def test_a_mask_is_added_after_the_cap():
+    mask = torch.randn(N, 1, M, P + S).mul(3)
+    mask[..., 1] = mask[2, :, 3, :P] = -INF
+    q, *kv = shared_inputs()
+    check(capped, q * 8, *kv, mask)
+
+
+def test_three_levels_with_cap_and_sinks():
+    """A system prompt, a prefix a request, a suffix a branch: the sink is still one key."""
+
+    def fn(q, system, kp, ks, values, vp, vs, sinks):
+        k = torch.cat([system.expand(N, -1, -1, -1), kp.repeat_interleave(3, 0), ks], 2)
+        v = torch.cat([values.expand(N, -1, -1, -1), vp.repeat_interleave(3, 0), vs], 2)
+        scores = 3.0 * torch.tanh(q @ k.transpose(2, 3) * (0.25 / 3.0))
+        scores = torch.cat([sinks.expand(N, H, M, 1), scores], -1)
+        return scores.softmax(-1)[..., 1:] @ v
+
+    q, kp, ks, vp, vs = shared_inputs()
+    system, values = torch.randn(1, H, 9, 16), torch.randn(1, H, 9, 16)
+    check(fn, q * 4, system, kp, ks, values, vp, vs, sinks_of(2.0, 3.0))
+    assert len(calls("attend")) == 3 and len(calls("merge")) == 1
