@@ -42,6 +42,7 @@ class SiteRecord:
         where: the user's source line, "file:line: code" ("" if unknown).
         form: "sdpa" or "eager".
         shapes: q, k and v.
+        scores: what else is done to the scores: a soft-cap, sinks ("" if nothing).
         segments: in key order (empty if the analysis did not get there).
         decision: the cost model's answer (None if a decline came first).
         declined: why it was not rewritten; None if it was.
@@ -51,6 +52,7 @@ class SiteRecord:
     where: str
     form: str = ""
     shapes: str = ""
+    scores: str = ""
     segments: tuple[SegmentRecord, ...] = ()
     decision: Decision | None = None
     declined: Declined | None = None

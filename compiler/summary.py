@@ -18,6 +18,7 @@ The JSON of a report, version 1; "?" marks what may be null:
             where      "file:line: code" of the user, "" if unknown
             form       "sdpa" or "eager" (hand-written); "" if it was refused at capture
             shapes     of q, k and v
+            scores     what else is done to the scores: a soft-cap, sinks; "" if nothing
             segments   list: keys, base, rows, branches, mask (see `compiler.record.SegmentRecord`)
             decision?  apply, why, naive_bytes?, cascade_bytes?, guard ("" for none)
             rewritten  true or false
@@ -150,6 +151,7 @@ def _site(site: SiteRecord) -> dict[str, Any]:
         "where": site.where,
         "form": site.form,
         "shapes": site.shapes,
+        "scores": site.scores,
         "segments": [dataclasses.asdict(segment) for segment in site.segments],
         "decision": None if site.decision is None else _decision(site.decision),
         "rewritten": site.rewritten,

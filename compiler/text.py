@@ -103,6 +103,7 @@ def _block(site: SiteRecord, count: int) -> str:
     times = f"{count} x " if count > 1 else ""
     lines = [f"{times}{site.where or f'node {site.node}'}"]
     details = [f"{site.form}: {site.shapes}"] if site.shapes else []
+    details += [f"scores: {site.scores}"] if site.scores else []
     details += [_segment(segment) for segment in site.segments]
     if site.decision is not None:
         details += _decision(site.decision)

@@ -13,7 +13,7 @@ from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import SiteRecord, source_line
 from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.attention import find_attention
-from torch_cascade.passes.describe import describe_segment, describe_shapes
+from torch_cascade.passes.describe import describe_scores, describe_segment, describe_shapes
 from torch_cascade.passes.emit import emit_cascade
 from torch_cascade.passes.failures import Failures
 from torch_cascade.passes.mask import MaskReader
@@ -132,6 +132,7 @@ def _site_record(
         where=source_line(site.node),
         form=site.form,
         shapes=describe_shapes(site),
+        scores=describe_scores(site),
         segments=tuple(
             describe_segment(s, reader.segment(site, s.start, s.length)) for s in resolved
         ),

@@ -29,6 +29,14 @@ def describe_shapes(site: AttentionSite) -> str:
     return ", ".join(f"{name} {list(shape(o.node))}" for name, o in operands.items())
 
 
+def describe_scores(site: AttentionSite) -> str:
+    """What is done to the scores beside scale and masks: a soft-cap, sinks; "" for nothing."""
+    said = [] if site.softcap is None else [f"soft-cap {site.softcap:g}"]
+    if site.sinks is not None:
+        said.append(f"sinks {site.sinks.name} {list(shape(site.sinks))}")
+    return ", ".join(said)
+
+
 def describe_rows(segment: Segment) -> str:
     """Which KV row batch row n reads, as people write it: "n", "n // 4", "n % 3", "0"."""
     terms: list[str] = []

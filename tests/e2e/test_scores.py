@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from support.promises import check, compiled, shared_inputs
 
 from torch_cascade.compiler.backend import recent
+from torch_cascade.compiler.explain import explain
 
 INF = math.inf
 MIN = torch.finfo(torch.float32).min
@@ -167,3 +169,15 @@ def test_three_levels_with_cap_and_sinks():
     system, values = torch.randn(1, H, 9, 16), torch.randn(1, H, 9, 16)
     check(fn, q * 4, system, kp, ks, values, vp, vs, sinks_of(2.0, 3.0))
     assert len(calls("attend")) == 3 and len(calls("merge")) == 1
+
+
+def test_reports_tell_of_cap_and_sinks():
+    def fn(q, kp, ks, vp, vs, sinks):
+        scores, v = joined(q, kp, ks, vp, vs)
+        scores = torch.cat([torch.tanh(scores / 3.5) * 3.5, sinks.expand(N, H, M, 1)], -1)
+        return scores.softmax(-1)[..., :-1] @ v
+
+    report = explain(fn, *shared_inputs(), sinks_of(2.0, 3.0))
+    assert "scores: soft-cap 3.5, sinks arg5_1 [1, 2, 1, 1]" in str(report)
+    (site,) = json.loads(report.to_json())["graphs"][0]["sites"]
+    assert site["scores"].startswith("soft-cap 3.5") and len(site["segments"]) == 2
