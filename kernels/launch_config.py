@@ -7,7 +7,9 @@ behind costs time and nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NamedTuple
 
 
@@ -53,55 +55,122 @@ class SlotConfig:
     splits: int
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """One launch of `attend_parts`."""
-
-    slots: tuple[SlotConfig, ...]
-    warps: int
-
-
 def padded(size: int, least: int = 16) -> int:
     """The smallest power of two that holds `size`."""
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
+class Finish(Enum):
+    """How partial results are completed: see `triton_attend.py`."""
+
+    PARTIAL = 0
+    DIRECT = 1
+    LAST = 2
+    WAIT = 3
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One launch of `attend_parts`.
+
+    Attributes:
+        slots: one or two.
+        warps: warps of a program.
+        finish: how partial results are completed.
+        tail: the second slot is read by the last split of the first.
+    """
+
+    slots: tuple[SlotConfig, ...]
+    warps: int = 4
+    finish: Finish = Finish.PARTIAL
+    tail: bool = False
+
+    @property
+    def splits(self) -> int:
+        """Partial results of a row that the launch writes."""
+        if self.tail or self.finish is Finish.WAIT:
+            return self.slots[0].splits
+        return sum(slot.splits for slot in self.slots)
+
+
 @dataclass(frozen=True)
 class MergeConfig:
-    """One launch of `merge_parts`."""
+    """One launch of `merge_parts`: rows of a program, partials in flight, warps."""
 
-    block_r: int
-    chunk: int
+    rows: int
+    unroll: int
     warps: int
 
 
+# Counters of a launch (`triton_finish.py`): two for each tile of the first slot.
+COUNTERS = 8192
 # No more partial results a row than this: beyond it merging costs more than the splits gain.
 _MOST_SPLITS = 64
+# A suffix of up to this many keys, over all branches of a tile, is read as a tail of the prefix.
+_MOST_TAIL = 128
+# Up to this many splits the program that finishes a tile last merges them.
+_MOST_MERGED_BY_ONE = 8
 
 
 def attend_config(
-    slots: list[SlotShape],
+    shapes: Sequence[SlotShape],
     widths: Widths,
     limits: DeviceLimits,
-    parts: int,
-    batch_invariant: bool,
+    *,
+    alone: bool,
+    nested: bool,
 ) -> LaunchConfig:
-    """The configuration of one launch of `attend_parts` for one or two slots."""
-    warps = 4
-    chosen = []
-    for slot in slots:
-        block_m = min(64, padded(slot.rows))
-        tiles = slot.tiles_of * -(-slot.rows // block_m)
-        block_n = 64 if widths.d_k <= 128 else 32
-        splits = max(
-            1, min(_MOST_SPLITS, 2 * limits.processors // max(tiles, 1), -(-slot.kv_len // block_n))
-        )
-        chosen.append(SlotConfig(block_m, block_n, 3, splits))
-    return LaunchConfig(tuple(chosen), warps)
+    """The configuration of one launch of `attend_parts`.
+
+    Args:
+        shapes: its one or two slots.
+        widths: of the heads.
+        limits: of the device.
+        alone: no other launch adds partial results, and the number of tiles is a number.
+        nested: the KV rows of the second slot divide evenly among those of the first.
+    """
+    first = _slot(shapes[0], widths, limits)
+    if len(shapes) == 1:
+        return _finished((first,), shapes, alone, tail=False)
+    second = _slot(shapes[1], widths, limits)
+    tail = nested and shapes[0].rows * shapes[1].kv_len <= _MOST_TAIL * shapes[1].rows
+    return _finished((first, second), shapes, alone and nested, tail)
 
 
-def merge_config(parts: int, d_v: int) -> MergeConfig:
-    """Rows of a program so that its partial results fit its registers."""
-    chunk = min(64, padded(parts, least=1))
-    block_r = max(1, min(16, 8192 // (chunk * padded(d_v))))
-    return MergeConfig(block_r, chunk, 4)
+def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
+    block_m = min(64, padded(shape.rows))
+    block_n = 64 if max(padded(widths.d_k), padded(widths.d_v)) * widths.kv_bytes <= 256 else 32
+    tiles = max(shape.tiles_of * -(-shape.rows // block_m), 1)
+    wanted = max(1, 2 * limits.processors // tiles)
+    splits = max(1, min(wanted, _MOST_SPLITS, -(-shape.kv_len // block_n)))
+    return SlotConfig(block_m, block_n, 3, splits)
+
+
+def _finished(
+    slots: tuple[SlotConfig, ...], shapes: Sequence[SlotShape], alone: bool, tail: bool
+) -> LaunchConfig:
+    """The configuration with the cheapest way to complete the partial results."""
+    tiles = shapes[0].tiles_of * -(-shapes[0].rows // slots[0].block_m)
+    single = len(slots) == 1 or tail
+    fits = alone and 2 * tiles <= COUNTERS
+    if alone and single and slots[0].splits == 1:
+        return LaunchConfig(slots, finish=Finish.DIRECT, tail=tail)
+    if fits and single and slots[0].splits <= _MOST_MERGED_BY_ONE:
+        return LaunchConfig(slots, finish=Finish.LAST, tail=tail)
+    if fits and not single:
+        second = replace(slots[1], splits=1)
+        return LaunchConfig((slots[0], second), finish=Finish.WAIT)
+    return LaunchConfig(slots, tail=tail)
+
+
+def invariant_config(
+    shapes: Sequence[SlotShape], widths: Widths, limits: DeviceLimits
+) -> LaunchConfig:
+    """A configuration that depends on nothing but the lengths of the segments."""
+    slots = tuple(_slot(SlotShape(1, 1, s.kv_len, s.paged), widths, limits) for s in shapes)
+    return LaunchConfig(tuple(replace(slot, block_m=64) for slot in slots))
+
+
+def merge_config(parts: int, rows: int) -> MergeConfig:
+    """One row a program, and more only where the programs would not all be resident."""
+    return MergeConfig(rows=min(8, padded(rows // 4096, least=1)), unroll=min(8, parts), warps=1)

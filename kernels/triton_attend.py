@@ -1,17 +1,23 @@
 """`cascade::attend` in Triton: up to two key segments, each split over its keys, in one launch.
 
-A program computes one tile of packed query rows against one run of keys of one segment and writes a
-partial result; `triton_merge.py` completes them. The query rows of one K/V row are those of its T
-branches, M queries and G heads, packed as row (t * M + m) * G + g: keys and values are read once
-for all of them, and no other code knows about groups (Hydragen, arXiv 2402.05099, section 3.2).
-The split over keys is that of Flash-Decoding; the loop is the online softmax of FlashAttention-2
-(arXiv 2307.08691).
+A program computes one tile of packed query rows against one run of keys of one segment. The query
+rows of one K/V row are those of its T branches, M queries and G heads, packed as row
+(t * M + m) * G + g: keys and values are read once for all of them, and nothing else knows about
+groups (Hydragen, arXiv 2402.05099, section 3.2). The split over keys is that of Flash-Decoding; the
+loop is the online softmax of FlashAttention-2 (arXiv 2307.08691), in `triton_step.py`.
 
-The two segments ("slots") differ in everything but the queries: a shared prefix has few, tall tiles
-of rows and many splits, the suffixes of the branches have many short tiles. In one launch the
-second fills the multiprocessors that the first leaves idle.
+The two segments ("slots") differ in everything but the queries. Slot a is the more widely shared
+one: few, tall tiles of rows, many splits. Slot b, the suffixes of the branches, is either
+- a tail: the suffixes of all branches of a tile are short enough to be one more run of keys of the
+  last split of slot a, where each row sees its own branch's keys only; or
+- programs of its own, after those of slot a.
 
-Scores are kept in units of log2, sums and outputs in float32.
+FINISH says how partial results are completed (`triton_finish.py`):
+PARTIAL they are left in o_part and lse_part for `triton_merge.py`;
+DIRECT  there is one partial result a row, which is the result;
+LAST    the program that finishes a tile last merges its splits;
+WAIT    the programs of slot b merge: each waits for the splits of its rows. Programs start in the
+        order of their numbers, so those that are waited for are running or done.
 """
 
 from __future__ import annotations
@@ -19,219 +25,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from torch_cascade.kernels.triton_finish import (
+    arrive,
+    merge_splits,
+    row_numbers,
+    wait_for,
+    write_final,
+    write_partial,
+)
+from torch_cascade.kernels.triton_step import (
+    attend_run,
+    empty_state,
+    load_queries,
+    result_of,
+    rows_of,
+)
 
-
-@triton.jit
-def tanh(x):
-    """tanh of float32, without cancellation near 0 being worse than that of exp."""
-    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    magnitude = (1.0 - e) / (1.0 + e)
-    return tl.where(x < 0, -magnitude, magnitude)
-
-
-@triton.jit
-def key_offsets(
-    start,
-    length,
-    table,
-    page_size,
-    block_stride,
-    key_stride,
-    BLOCK_N: tl.constexpr,
-    PAGED: tl.constexpr,
-    WIDE: tl.constexpr,
-):
-    """Where each key of the tile at `start` is, as (scalar int64, [BLOCK_N] to be added to it).
-
-    Contiguous keys have an offset that no tile changes, in int32 where that is provably enough.
-    """
-    lane = tl.arange(0, BLOCK_N)
-    base = tl.zeros([], tl.int64)
-    if PAGED:
-        key = start + lane
-        page = tl.load(table + key // page_size, mask=key < length, other=0).to(tl.int64)
-        return base, page * block_stride + (key % page_size) * key_stride
-    elif WIDE:
-        return (base + start) * key_stride, lane.to(tl.int64) * key_stride
-    else:
-        return (base + start) * key_stride, lane * key_stride
-
-
-@triton.jit
-def attend_tile(
-    row_block,
-    kv_row,
-    kv_head,
-    split,
-    q,
-    o_part,
-    lse_part,
-    heads,
-    q_len,
-    group,
-    rows,
-    part_rows,
-    q_stride_n,
-    q_stride_h,
-    q_stride_m,
-    scale,
-    softcap,
-    slopes,
-    k,
-    v,
-    k_stride_r,
-    k_stride_h,
-    k_stride_k,
-    v_stride_r,
-    v_stride_h,
-    v_stride_k,
-    kv_len,
-    split_len,
-    branches,
-    mask,
-    mask_stride_n,
-    mask_stride_h,
-    mask_stride_m,
-    mask_stride_k,
-    positions,
-    positions_stride_n,
-    positions_stride_m,
-    kv_start,
-    window,
-    kv_lens,
-    table,
-    table_stride,
-    page_size,
-    k_scale,
-    v_scale,
-    D_K: tl.constexpr,
-    D_V: tl.constexpr,
-    PAD_K: tl.constexpr,
-    PAD_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    MASK: tl.constexpr,
-    POSITIONS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    LENS: tl.constexpr,
-    PAGED: tl.constexpr,
-    SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDE: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One tile of rows of one slot against keys [split * split_len, ...) of its segment.
-
-    Writes row i of split s at o_part[s, i, :] and lse_part[s, i] for the rows i of [N, Hq, M].
-    """
-    packed = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_ok = packed < rows
-    head = kv_head * group + packed % group
-    token = (packed // group) % q_len
-    batch = kv_row * branches + packed // (group * q_len)
-    d_k = tl.arange(0, PAD_K)
-    d_v = tl.arange(0, PAD_V)
-
-    q_rows = batch.to(tl.int64) * q_stride_n + head * q_stride_h + token * q_stride_m
-    q_ok = row_ok[:, None] & (d_k < D_K)[None, :]
-    q_tile = tl.load(q + q_rows[:, None] + d_k[None, :], mask=q_ok, other=0.0)
-    head_scale = scale * tl.load(k_scale + kv_head) if SCALED else scale
-
-    low = split * split_len
-    high = tl.minimum(low + split_len, kv_len)
-    if LENS:
-        high = tl.minimum(high, tl.load(kv_lens + kv_row).to(tl.int32))
-    if POSITIONS:
-        at = batch.to(tl.int64) * positions_stride_n + token * positions_stride_m
-        position = tl.load(positions + at, mask=row_ok, other=0) - kv_start
-        # The first key that a row does not see any more, and the first that it sees.
-        end = tl.minimum(tl.maximum(position + 1, 0), kv_len).to(tl.int32)
-        begin = tl.zeros_like(end)
-        if WINDOW:
-            begin = tl.minimum(tl.maximum(position + 1 - window, 0), kv_len).to(tl.int32)
-            first = tl.min(tl.where(row_ok, begin, kv_len), 0)
-            low = tl.maximum(low, low + (first - low) // BLOCK_N * BLOCK_N)
-        high = tl.minimum(high, tl.max(tl.where(row_ok, end, 0), 0))
-    if ALIBI:
-        slope = tl.load(slopes + head, mask=row_ok, other=0.0) * LOG2E
-    if MASK != 0:
-        mask_rows = (
-            batch.to(tl.int64) * mask_stride_n + head * mask_stride_h + token * mask_stride_m
-        )
-    if PAGED:
-        table += kv_row.to(tl.int64) * table_stride
-        k += kv_head.to(tl.int64) * k_stride_h
-        v += kv_head.to(tl.int64) * v_stride_h
-    else:
-        k += kv_row.to(tl.int64) * k_stride_r + kv_head.to(tl.int64) * k_stride_h
-        v += kv_row.to(tl.int64) * v_stride_r + kv_head.to(tl.int64) * v_stride_h
-
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, PAD_V], tl.float32)
-    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
-        keys = start + tl.arange(0, BLOCK_N)
-        in_range = keys < high
-        base, at = key_offsets(
-            start, high, table, page_size, k_stride_r, k_stride_k, BLOCK_N, PAGED, WIDE
-        )
-        k_ok = in_range[None, :] if D_K == PAD_K else in_range[None, :] & (d_k < D_K)[:, None]
-        k_tile = tl.load(k + base + at[None, :] + d_k[:, None], mask=k_ok, other=0.0)
-        scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
-
-        if SOFTCAP:
-            scores = tanh(scores * (head_scale / softcap)) * (softcap * LOG2E)
-        else:
-            scores = scores * (head_scale * LOG2E)
-        if ALIBI:
-            scores += slope[:, None] * (keys[None, :] - position[:, None]).to(tl.float32)
-        if MASK == 1:
-            at = mask_rows[:, None] + keys.to(tl.int64)[None, :] * mask_stride_k
-            seen = tl.load(mask + at, mask=row_ok[:, None] & in_range[None, :], other=0)
-            scores = tl.where(seen != 0, scores, float("-inf"))
-        if MASK == 2:
-            at = mask_rows[:, None] + keys.to(tl.int64)[None, :] * mask_stride_k
-            added = tl.load(mask + at, mask=row_ok[:, None] & in_range[None, :], other=0.0)
-            scores += added.to(tl.float32) * LOG2E
-        if POSITIONS:
-            visible = keys[None, :] < end[:, None]
-            if WINDOW:
-                visible = visible & (keys[None, :] >= begin[:, None])
-            scores = tl.where(visible & in_range[None, :], scores, float("-inf"))
-        elif start + BLOCK_N > high:
-            scores = tl.where(in_range[None, :], scores, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen no key yet: any finite reference keeps its weights at 0.
-        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - reference[:, None])
-        shrink = tl.exp2(top - reference)
-        total = total * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        top = new_top
-
-        base, at = key_offsets(
-            start, high, table, page_size, v_stride_r, v_stride_k, BLOCK_N, PAGED, WIDE
-        )
-        v_ok = in_range[:, None] if D_V == PAD_V else in_range[:, None] & (d_v < D_V)[None, :]
-        v_tile = tl.load(v + base + at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
-        v_tile = v_tile.to(q_tile.dtype)
-        acc = tl.dot(weights.to(q_tile.dtype), v_tile, acc, input_precision=PRECISION)
-
-    unseen = total == 0  # not total <= 0: a NaN must come out as NaN, in o and lse
-    total = tl.where(unseen, 1.0, total)
-    out = acc / total[:, None]
-    if SCALED:
-        out *= tl.load(v_scale + kv_head)
-    lse = tl.where(unseen, float("-inf"), (top + tl.log2(total)) * LN2)
-    row = (batch.to(tl.int64) * heads + head) * q_len + token + split.to(tl.int64) * part_rows
-    out_ok = row_ok[:, None] & (d_v < D_V)[None, :]
-    tl.store(o_part + row[:, None] * D_V + d_v[None, :], out, mask=out_ok)
-    tl.store(lse_part + row, lse, mask=row_ok)
+PARTIAL = tl.constexpr(0)
+DIRECT = tl.constexpr(1)
+LAST = tl.constexpr(2)
+WAIT = tl.constexpr(3)
 
 
 @triton.jit
@@ -239,6 +52,10 @@ def attend_parts(
     q,
     o_part,
     lse_part,
+    out,
+    lse_out,
+    counters,
+    sinks,
     heads,
     kv_heads,
     q_len,
@@ -247,9 +64,18 @@ def attend_parts(
     q_stride_n,
     q_stride_h,
     q_stride_m,
+    out_stride_n,
+    out_stride_h,
+    out_stride_m,
+    sinks_stride_n,
+    sinks_stride_h,
+    sinks_stride_m,
     scale,
     softcap,
     slopes,
+    items_a,
+    tiles_a,
+    ratio,
     k_a,
     v_a,
     k_stride_r_a,
@@ -258,9 +84,9 @@ def attend_parts(
     v_stride_r_a,
     v_stride_h_a,
     v_stride_k_a,
-    kv_len_a,
-    split_len_a,
-    branches_a,
+    table_a,
+    table_stride_a,
+    page_size_a,
     mask_a,
     mask_stride_n_a,
     mask_stride_h_a,
@@ -272,15 +98,14 @@ def attend_parts(
     kv_start_a,
     window_a,
     kv_lens_a,
-    table_a,
-    table_stride_a,
-    page_size_a,
     k_scale_a,
     v_scale_a,
-    rows_a,
+    kv_len_a,
+    branches_a,
     splits_a,
+    split_len_a,
     split_base_a,
-    items_a,
+    rows_a,
     k_b,
     v_b,
     k_stride_r_b,
@@ -289,9 +114,9 @@ def attend_parts(
     v_stride_r_b,
     v_stride_h_b,
     v_stride_k_b,
-    kv_len_b,
-    split_len_b,
-    branches_b,
+    table_b,
+    table_stride_b,
+    page_size_b,
     mask_b,
     mask_stride_n_b,
     mask_stride_h_b,
@@ -303,187 +128,180 @@ def attend_parts(
     kv_start_b,
     window_b,
     kv_lens_b,
-    table_b,
-    table_stride_b,
-    page_size_b,
     k_scale_b,
     v_scale_b,
-    rows_b,
+    kv_len_b,
+    branches_b,
     splits_b,
+    split_len_b,
     split_base_b,
+    rows_b,
     D_K: tl.constexpr,
     D_V: tl.constexpr,
     PAD_K: tl.constexpr,
     PAD_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
+    FINISH: tl.constexpr,
     SLOTS: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_M_a: tl.constexpr,
     BLOCK_N_a: tl.constexpr,
+    STAGES_a: tl.constexpr,
     MASK_a: tl.constexpr,
     POSITIONS_a: tl.constexpr,
     WINDOW_a: tl.constexpr,
     LENS_a: tl.constexpr,
     PAGED_a: tl.constexpr,
     SCALED_a: tl.constexpr,
-    WIDE_a: tl.constexpr,
-    STAGES_a: tl.constexpr,
+    K_STEP_a: tl.constexpr,
+    V_STEP_a: tl.constexpr,
     BLOCK_M_b: tl.constexpr,
     BLOCK_N_b: tl.constexpr,
+    STAGES_b: tl.constexpr,
     MASK_b: tl.constexpr,
     POSITIONS_b: tl.constexpr,
     WINDOW_b: tl.constexpr,
     LENS_b: tl.constexpr,
     PAGED_b: tl.constexpr,
     SCALED_b: tl.constexpr,
-    WIDE_b: tl.constexpr,
-    STAGES_b: tl.constexpr,
+    K_STEP_b: tl.constexpr,
+    V_STEP_b: tl.constexpr,
 ):
-    """The partial results of one or two key segments; a program for each tile and split.
+    """A tile and a split of slot a a program, then (SLOTS == 2) of slot b.
 
-    Grid: (items_a + items_b,), where a slot has KV rows * KV heads * splits * row tiles items.
+    Grid: items_a + items_b programs, where a slot has KV rows * KV heads * splits * row tiles
+    items. A KV row of slot a stands over `ratio` KV rows of slot b.
     """
-    part_rows = part_rows.to(tl.int64)
     item = tl.program_id(0)
+    part_rows = part_rows.to(tl.int64)
+    q_strides = (q_stride_n, q_stride_h, q_stride_m)
+    out_strides = (out_stride_n, out_stride_h, out_stride_m)
+    sink_info = (sinks, sinks_stride_n, sinks_stride_h, sinks_stride_m)
+    keys_a = (
+        k_a, v_a, k_stride_r_a, k_stride_h_a, k_stride_k_a, v_stride_r_a, v_stride_h_a,
+        v_stride_k_a, table_a, table_stride_a, page_size_a,
+    )  # fmt: skip
+    seen_a = (
+        mask_a, mask_stride_n_a, mask_stride_h_a, mask_stride_m_a, mask_stride_k_a, positions_a,
+        positions_stride_n_a, positions_stride_m_a, kv_start_a, window_a, kv_lens_a,
+    )  # fmt: skip
+    keys_b = (
+        k_b, v_b, k_stride_r_b, k_stride_h_b, k_stride_k_b, v_stride_r_b, v_stride_h_b,
+        v_stride_k_b, table_b, table_stride_b, page_size_b,
+    )  # fmt: skip
+    seen_b = (
+        mask_b, mask_stride_n_b, mask_stride_h_b, mask_stride_m_b, mask_stride_k_b, positions_b,
+        positions_stride_n_b, positions_stride_m_b, kv_start_b, window_b, kv_lens_b,
+    )  # fmt: skip
     if item < items_a:
         row_blocks = tl.cdiv(rows_a, BLOCK_M_a)
         row_block = item % row_blocks
-        item = item // row_blocks
-        split = item % splits_a
-        item = item // splits_a
-        attend_tile(
-            row_block,
-            item // kv_heads,
-            item % kv_heads,
-            split,
-            q,
-            o_part + split_base_a * part_rows * D_V,
-            lse_part + split_base_a * part_rows,
-            heads,
-            q_len,
-            group,
-            rows_a,
-            part_rows,
-            q_stride_n,
-            q_stride_h,
-            q_stride_m,
-            scale,
-            softcap,
-            slopes,
-            k_a,
-            v_a,
-            k_stride_r_a,
-            k_stride_h_a,
-            k_stride_k_a,
-            v_stride_r_a,
-            v_stride_h_a,
-            v_stride_k_a,
-            kv_len_a,
-            split_len_a,
-            branches_a,
-            mask_a,
-            mask_stride_n_a,
-            mask_stride_h_a,
-            mask_stride_m_a,
-            mask_stride_k_a,
-            positions_a,
-            positions_stride_n_a,
-            positions_stride_m_a,
-            kv_start_a,
-            window_a,
-            kv_lens_a,
-            table_a,
-            table_stride_a,
-            page_size_a,
-            k_scale_a,
-            v_scale_a,
-            D_K,
-            D_V,
-            PAD_K,
-            PAD_V,
-            BLOCK_M_a,
-            BLOCK_N_a,
-            MASK_a,
-            POSITIONS_a,
-            WINDOW_a,
-            LENS_a,
-            PAGED_a,
-            SCALED_a,
-            SOFTCAP,
-            ALIBI,
-            PRECISION,
-            WIDE_a,
-            STAGES_a,
-        )
+        split = (item // row_blocks) % splits_a
+        pair = item // (row_blocks * splits_a)
+        kv_row = pair // kv_heads
+        kv_head = pair % kv_heads
+        row_info = rows_of(row_block, kv_row, kv_head, branches_a, group, q_len, rows_a, BLOCK_M_a)
+        q_tile = load_queries(q, row_info, q_strides, D_K, PAD_K)
+        state = empty_state(BLOCK_M_a, PAD_V)
+        owner = row_info[3]  # not read
+        low = split * split_len_a
+        high = tl.minimum(low + split_len_a, kv_len_a)
+        state = attend_run(
+            q_tile, state, row_info, owner, kv_row, kv_head, low, high, kv_len_a,
+            scale, softcap, slopes, keys_a, seen_a, k_scale_a, v_scale_a,
+            D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, MASK_a, POSITIONS_a, WINDOW_a, LENS_a,
+            PAGED_a, SCALED_a, SOFTCAP, ALIBI, PRECISION, K_STEP_a, V_STEP_a, STAGES_a,
+            False,
+        )  # fmt: skip
+        if TAIL:
+            owner = (row_info[1] - kv_row * branches_a) // branches_b
+            tail = tl.where(split == splits_a - 1, ratio * kv_len_b, 0)
+            state = attend_run(
+                q_tile, state, row_info, owner, kv_row * ratio, kv_head, 0, tail, kv_len_b,
+                scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
+                D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
+                PAGED_b, SCALED_b, SOFTCAP, ALIBI, PRECISION, K_STEP_b, V_STEP_b, STAGES_b,
+                True,
+            )  # fmt: skip
+        o, lse = result_of(state)
+        row = row_numbers(row_info, heads, q_len)
+        if FINISH == DIRECT:
+            write_final(o, lse, row_info, row, sink_info, out, out_strides, lse_out, D_V, SINKS)
+        else:
+            write_partial(
+                o, lse, split_base_a + split, row_info, row, o_part, lse_part, part_rows, D_V
+            )
+        if FINISH == WAIT:
+            arrive(counters + pair * row_blocks + row_block, 1)
+        if FINISH == LAST:
+            counter = counters + pair * row_blocks + row_block
+            if arrive(counter, 1) == splits_a - 1:
+                tl.store(counter, 0)
+                state = empty_state(BLOCK_M_a, PAD_V)
+                o, lse = result_of(state)
+                o, lse = merge_splits(
+                    o, lse, 0, splits_a, row_info, row, o_part, lse_part, part_rows, D_V
+                )
+                write_final(o, lse, row_info, row, sink_info, out, out_strides, lse_out, D_V, SINKS)
     elif SLOTS == 2:
         item -= items_a
         row_blocks = tl.cdiv(rows_b, BLOCK_M_b)
         row_block = item % row_blocks
-        item = item // row_blocks
-        split = item % splits_b
-        item = item // splits_b
-        attend_tile(
-            row_block,
-            item // kv_heads,
-            item % kv_heads,
-            split,
-            q,
-            o_part + split_base_b * part_rows * D_V,
-            lse_part + split_base_b * part_rows,
-            heads,
-            q_len,
-            group,
-            rows_b,
-            part_rows,
-            q_stride_n,
-            q_stride_h,
-            q_stride_m,
-            scale,
-            softcap,
-            slopes,
-            k_b,
-            v_b,
-            k_stride_r_b,
-            k_stride_h_b,
-            k_stride_k_b,
-            v_stride_r_b,
-            v_stride_h_b,
-            v_stride_k_b,
-            kv_len_b,
-            split_len_b,
-            branches_b,
-            mask_b,
-            mask_stride_n_b,
-            mask_stride_h_b,
-            mask_stride_m_b,
-            mask_stride_k_b,
-            positions_b,
-            positions_stride_n_b,
-            positions_stride_m_b,
-            kv_start_b,
-            window_b,
-            kv_lens_b,
-            table_b,
-            table_stride_b,
-            page_size_b,
-            k_scale_b,
-            v_scale_b,
-            D_K,
-            D_V,
-            PAD_K,
-            PAD_V,
-            BLOCK_M_b,
-            BLOCK_N_b,
-            MASK_b,
-            POSITIONS_b,
-            WINDOW_b,
-            LENS_b,
-            PAGED_b,
-            SCALED_b,
-            SOFTCAP,
-            ALIBI,
-            PRECISION,
-            WIDE_b,
-            STAGES_b,
+        split = (item // row_blocks) % splits_b
+        pair = item // (row_blocks * splits_b)
+        kv_row = pair // kv_heads
+        kv_head = pair % kv_heads
+        row_info_b = rows_of(
+            row_block, kv_row, kv_head, branches_b, group, q_len, rows_b, BLOCK_M_b
         )
+        q_tile_b = load_queries(q, row_info_b, q_strides, D_K, PAD_K)
+        state_b = empty_state(BLOCK_M_b, PAD_V)
+        owner_b = row_info_b[3]  # not read
+        low = split * split_len_b
+        high = tl.minimum(low + split_len_b, kv_len_b)
+        state_b = attend_run(
+            q_tile_b, state_b, row_info_b, owner_b, kv_row, kv_head, low, high, kv_len_b,
+            scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
+            D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
+            PAGED_b, SCALED_b, SOFTCAP, ALIBI, PRECISION, K_STEP_b, V_STEP_b, STAGES_b,
+            False,
+        )  # fmt: skip
+        o_b, lse_b = result_of(state_b)
+        row_b = row_numbers(row_info_b, heads, q_len)
+        if FINISH == WAIT:
+            # The rows of this tile as slot a packs them, and its tiles that hold them.
+            first = (kv_row % ratio) * rows_b + row_block * BLOCK_M_b
+            last = tl.minimum(first + BLOCK_M_b, (kv_row % ratio + 1) * rows_b) - 1
+            blocks_a = tl.cdiv(rows_a, BLOCK_M_a)
+            tile = (kv_row // ratio * kv_heads + kv_head) * blocks_a
+            for block in range(first // BLOCK_M_a, last // BLOCK_M_a + 1):
+                wait_for(counters + tile + block, splits_a)
+            o_b, lse_b = merge_splits(
+                o_b, lse_b, 0, splits_a, row_info_b, row_b, o_part, lse_part, part_rows, D_V
+            )
+            write_final(
+                o_b, lse_b, row_info_b, row_b, sink_info, out, out_strides, lse_out, D_V, SINKS
+            )
+            for block in range(first // BLOCK_M_a, last // BLOCK_M_a + 1):
+                low_row = tl.maximum(first, block * BLOCK_M_a)
+                high_row = tl.minimum(last + 1, (block + 1) * BLOCK_M_a)
+                in_tile = tl.minimum(BLOCK_M_a, rows_a - block * BLOCK_M_a)
+                done = counters + tiles_a + tile + block
+                if arrive(done, high_row - low_row) == in_tile - (high_row - low_row):
+                    tl.store(done, 0)
+                    tl.store(counters + tile + block, 0)
+        else:
+            write_partial(
+                o_b,
+                lse_b,
+                split_base_b + split,
+                row_info_b,
+                row_b,
+                o_part,
+                lse_part,
+                part_rows,
+                D_V,
+            )

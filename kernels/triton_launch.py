@@ -8,8 +8,8 @@ provable about them, and takes launch configurations from their hints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -18,12 +18,15 @@ from torch.library import wrap_triton
 
 from torch_cascade.kernels.cpu_attend import known
 from torch_cascade.kernels.launch_config import (
+    COUNTERS,
     DeviceLimits,
+    Finish,
     LaunchConfig,
     SlotConfig,
     SlotShape,
     Widths,
     attend_config,
+    invariant_config,
     merge_config,
     padded,
 )
@@ -124,12 +127,14 @@ def attend_merge(
         q: queries [N, Hq, M, Dk]; float32, bfloat16 or float16.
         parts: the key segments, one or more; disjoint.
         sinks: broadcastable to [N, Hq, M]: see `torch_cascade.kernels.ops.merge`.
-        scale, softcap, alibi_slopes: see `torch_cascade.kernels.ops.attend`; for all parts.
+        scale: see `torch_cascade.kernels.ops.attend`, as all options; for all parts.
+        softcap: likewise.
+        alibi_slopes: likewise.
         out_dtype: dtype of o; None for float32.
         out_order: dims of o from the largest stride to the smallest; the last is 3.
         batch_invariant: the result of a query row is the same bits whatever other rows the call
             has: tiles and splits then depend on the lengths of the segments only.
-        configs: a configuration for every two parts, instead of the chosen ones (for tuning).
+        configs: a configuration for every launch, instead of the chosen ones (for tuning).
 
     Returns:
         o [N, Hq, M, Dv] in `out_dtype`, dense in `out_order`, and lse [N, Hq, M], float32,
@@ -143,24 +148,51 @@ def attend_merge(
         raise TypeError("attend_merge: q: expected float32, bfloat16 or float16, got torch.float64")
     if not parts:
         raise ValueError("attend_merge: parts: expected one or more, got 0")
-    call = _Call.of(q, parts, scale, softcap, alibi_slopes)
-    pairs = [call.parts[i : i + 2] for i in range(0, len(parts), 2)]
+    call = _Call.of(q, parts, sinks, scale, softcap, alibi_slopes)
+    pairs = _pairs(call)
     if configs is None:
-        limits = device_limits(q.device)
-        shapes = [[_slot_shape(call, part) for part in pair] for pair in pairs]
-        count = len(parts)
-        configs = [attend_config(s, _widths(call), limits, count, batch_invariant) for s in shapes]
-    total = sum(slot.splits for config in configs for slot in config.slots)
-    o_part = q.new_empty((total, call.n, call.heads, call.m, call.d_v), dtype=torch.float32)
-    lse_part = q.new_empty((total, call.n, call.heads, call.m), dtype=torch.float32)
+        configs = [_config(call, pair, len(pairs), batch_invariant) for pair in pairs]
+    splits = sum(config.splits for config in configs)
+    buffers = _buffers(call, configs, splits, out_dtype or torch.float32, out_order)
     base = 0
     for pair, config in zip(pairs, configs, strict=True):
-        _launch_attend(call, pair, config, o_part, lse_part, base)
-        base += sum(slot.splits for slot in config.slots)
-    natural = tuple(out_order) == (0, 1, 2, 3) and out_dtype in (None, torch.float32)
-    if total == 1 and sinks is None and natural:
-        return o_part.select(0, 0), lse_part.select(0, 0)
-    return _launch_merge(call, o_part, lse_part, sinks, out_dtype or torch.float32, out_order)
+        _launch_attend(call, pair, config, buffers, base)
+        base += config.splits
+    if configs[0].finish is Finish.PARTIAL:
+        _launch_merge(call, buffers, splits)
+    return buffers.out.permute([list(out_order).index(dim) for dim in range(4)]), buffers.lse
+
+
+def _pairs(call: _Call) -> list[list[KeyPart]]:
+    """The parts by two, from the last on; the one that more rows share comes first in a pair."""
+    parts = call.parts
+    odd = len(parts) % 2
+    pairs = [parts[:1]] if odd else []
+    pairs += [parts[i : i + 2] for i in range(odd, len(parts), 2)]
+    return [
+        pair[::-1] if len(pair) == 2 and known(pair[0].branches < pair[1].branches) else pair
+        for pair in pairs
+    ]
+
+
+def _config(
+    call: _Call, pair: Sequence[KeyPart], launches: int, batch_invariant: bool
+) -> LaunchConfig:
+    part = call.parts[0]
+    widths = Widths(call.d_k, call.d_v, call.q.element_size(), part.k.element_size())
+    shapes = [_slot_shape(call, part) for part in pair]
+    limits = device_limits(call.q.device)
+    if batch_invariant:
+        return invariant_config(shapes, widths, limits)
+    whole = launches == 1 and _is_static(call, pair)
+    nested = len(pair) == 2 and known(pair[1].kv_rows % pair[0].kv_rows == 0)
+    return attend_config(shapes, widths, limits, alone=whole, nested=nested)
+
+
+def _is_static(call: _Call, pair: Sequence[KeyPart]) -> bool:
+    """Whether the number of row tiles is a number: only then is the size of `counters` enough."""
+    sizes = [call.heads, call.m, *(p.branches for p in pair), *(p.kv_rows for p in pair)]
+    return all(isinstance(size, int) for size in sizes)
 
 
 class _Call(NamedTuple):
@@ -177,12 +209,14 @@ class _Call(NamedTuple):
     scale: float
     softcap: float | None
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
 
     @classmethod
     def of(
         cls,
         q: Tensor,
         parts: Sequence[KeyPart],
+        sinks: Tensor | None,
         scale: float | None,
         softcap: float | None,
         alibi_slopes: Tensor | None,
@@ -201,12 +235,50 @@ class _Call(NamedTuple):
             scale=1.0 / math.sqrt(d_k) if scale is None else scale,
             softcap=softcap,
             alibi_slopes=alibi_slopes,
+            sinks=sinks,
         )
 
     @property
     def group(self) -> Size:
         """Query heads of a KV head."""
         return self.heads // self.kv_heads
+
+
+class _Buffers(NamedTuple):
+    """What the kernels of one call write.
+
+    `out` is dense in the order of its dims in memory; `out_strides` are those of n, h and m.
+    """
+
+    o_part: Tensor
+    lse_part: Tensor
+    out: Tensor
+    out_strides: tuple[Size, ...]
+    lse: Tensor
+    counters: Tensor
+
+
+def _buffers(
+    call: _Call,
+    configs: Sequence[LaunchConfig],
+    splits: int,
+    dtype: torch.dtype,
+    order: Sequence[int],
+) -> _Buffers:
+    q = call.q
+    sizes = (call.n, call.heads, call.m, call.d_v)
+    out = q.new_empty([sizes[dim] for dim in order], dtype=dtype)
+    lse = q.new_empty(sizes[:3], dtype=torch.float32)
+    strides = out.permute([list(order).index(dim) for dim in range(4)]).stride()[:3]
+    if configs[0].finish is Finish.DIRECT:
+        o_part, lse_part = out, lse  # never written
+    else:
+        o_part = q.new_empty((splits, *sizes), dtype=torch.float32)
+        lse_part = q.new_empty((splits, *sizes[:3]), dtype=torch.float32)
+    counters = lse
+    if configs[0].finish in (Finish.LAST, Finish.WAIT):
+        counters = q.new_zeros((COUNTERS,), dtype=torch.int32)
+    return _Buffers(o_part, lse_part, out, strides, lse, counters)
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -237,11 +309,6 @@ def _slot_shape(call: _Call, part: KeyPart) -> SlotShape:
     )
 
 
-def _widths(call: _Call) -> Widths:
-    part = call.parts[0]
-    return Widths(call.d_k, call.d_v, call.q.element_size(), part.k.element_size())
-
-
 def _dense_last(x: Tensor) -> Tensor:
     """`x` with a last stride of 1, which the kernels take for granted."""
     return x if known(x.stride(-1) == 1) else x.clone(memory_format=torch.contiguous_format)
@@ -264,38 +331,53 @@ def _launch_attend(
     call: _Call,
     pair: Sequence[KeyPart],
     config: LaunchConfig,
-    o_part: Tensor,
-    lse_part: Tensor,
+    buffers: _Buffers,
     base: int,
 ) -> None:
-    slots = list(zip(pair, config.slots, strict=True))
+    slots = [*zip(pair, config.slots, strict=True)]
+    a, b = slots[0], slots[-1]
+    arguments = _shared_arguments(call, config, buffers)
+    arguments |= {f"{key}_a": value for key, value in _slot_arguments(call, *a, base).items()}
+    base += a[1].splits
+    arguments |= {f"{key}_b": value for key, value in _slot_arguments(call, *b, base).items()}
+    two = len(slots) == 2
     items = [_items(call, part, slot) for part, slot in slots]
-    arguments = _shared_arguments(call, o_part, lse_part)
-    for name, (part, slot) in zip("ab", [*slots, slots[0]], strict=False):
-        found = _slot_arguments(call, part, slot, base)
-        arguments |= {f"{key}_{name}": argument for key, argument in found.items()}
-        base += slot.splits
-    arguments["items_a"] = items[0]
-    grid = (sum(items),)
+    arguments |= {
+        "items_a": items[0],
+        "tiles_a": _tiles(call, *a),
+        "ratio": b[0].kv_rows // a[0].kv_rows if two else 1,
+        "FINISH": config.finish.value,
+        "SLOTS": 2 if two and not config.tail else 1,
+        "TAIL": config.tail,
+    }
+    grid = (items[0] if config.tail else sum(items),)
     if known(grid[0] == 0):
         return
     _launchable(attend_parts)[grid](
-        **arguments, SLOTS=len(slots), num_warps=config.warps, num_stages=config.slots[0].stages
+        **arguments, num_warps=config.warps, num_stages=config.slots[0].stages
     )
 
 
-def _items(call: _Call, part: KeyPart, slot: SlotConfig) -> Size:
+def _tiles(call: _Call, part: KeyPart, slot: SlotConfig) -> Size:
     row_blocks = (_rows(call, part) + slot.block_m - 1) // slot.block_m
-    return part.kv_rows * call.kv_heads * row_blocks * slot.splits
+    return part.kv_rows * call.kv_heads * row_blocks
 
 
-def _shared_arguments(call: _Call, o_part: Tensor, lse_part: Tensor) -> dict[str, Any]:
-    q = call.q
-    slopes = call.alibi_slopes
+def _items(call: _Call, part: KeyPart, slot: SlotConfig) -> Size:
+    return _tiles(call, part, slot) * slot.splits
+
+
+def _shared_arguments(call: _Call, config: LaunchConfig, buffers: _Buffers) -> dict[str, Any]:
+    q, slopes, sinks = call.q, call.alibi_slopes, call.sinks
+    sink_strides = _strides(sinks, 3)
     return {
         "q": q,
-        "o_part": o_part,
-        "lse_part": lse_part,
+        "o_part": buffers.o_part,
+        "lse_part": buffers.lse_part,
+        "out": buffers.out,
+        "lse_out": buffers.lse,
+        "counters": buffers.counters,
+        "sinks": q if sinks is None else sinks,
         "heads": call.heads,
         "kv_heads": call.kv_heads,
         "q_len": call.m,
@@ -304,6 +386,12 @@ def _shared_arguments(call: _Call, o_part: Tensor, lse_part: Tensor) -> dict[str
         "q_stride_n": q.stride(0),
         "q_stride_h": q.stride(1),
         "q_stride_m": q.stride(2),
+        "out_stride_n": buffers.out_strides[0],
+        "out_stride_h": buffers.out_strides[1],
+        "out_stride_m": buffers.out_strides[2],
+        "sinks_stride_n": sink_strides[0],
+        "sinks_stride_h": sink_strides[1],
+        "sinks_stride_m": sink_strides[2],
         "scale": call.scale,
         "softcap": call.softcap or 1.0,
         "slopes": q if slopes is None else slopes.float().contiguous(),
@@ -313,6 +401,7 @@ def _shared_arguments(call: _Call, o_part: Tensor, lse_part: Tensor) -> dict[str
         "PAD_V": padded(call.d_v),
         "SOFTCAP": call.softcap is not None,
         "ALIBI": slopes is not None,
+        "SINKS": sinks is not None,
         "PRECISION": _precision(q.dtype),
     }
 
@@ -323,8 +412,6 @@ def _precision(dtype: torch.dtype) -> str:
 
 
 def _slot_arguments(call: _Call, part: KeyPart, slot: SlotConfig, base: int) -> dict[str, Any]:
-    rows = _rows(call, part)
-    split_len = _split_len(part.kv_len, slot)
     mask, positions, table = part.mask, part.q_positions, part.page_table
     spare = call.q  # stands for a pointer that is never read
     mask_strides = _strides(mask, 4)
@@ -340,9 +427,9 @@ def _slot_arguments(call: _Call, part: KeyPart, slot: SlotConfig, base: int) -> 
         "v_stride_r": part.v.stride(0),
         "v_stride_h": part.v.stride(1),
         "v_stride_k": part.v.stride(2),
-        "kv_len": part.kv_len,
-        "split_len": split_len,
-        "branches": part.branches,
+        "table": spare if table is None else _dense_last(table),
+        "table_stride": 0 if table is None else _dense_last(table).stride(0),
+        "page_size": 1 if table is None else part.k.size(2),
         "mask": spare if mask is None else mask,
         "mask_stride_n": mask_strides[0],
         "mask_stride_h": mask_strides[1],
@@ -354,24 +441,25 @@ def _slot_arguments(call: _Call, part: KeyPart, slot: SlotConfig, base: int) -> 
         "kv_start": part.kv_start,
         "window": 0 if part.window is None else part.window,
         "kv_lens": spare if part.kv_lens is None else part.kv_lens.contiguous(),
-        "table": spare if table is None else _dense_last(table),
-        "table_stride": 0 if table is None else _dense_last(table).stride(0),
-        "page_size": 1 if table is None else part.k.size(2),
         "k_scale": one if part.k_scale is None else part.k_scale.contiguous(),
         "v_scale": one if part.v_scale is None else part.v_scale.contiguous(),
-        "rows": rows,
+        "kv_len": part.kv_len,
+        "branches": part.branches,
         "splits": slot.splits,
+        "split_len": _split_len(part.kv_len, slot),
         "split_base": base,
+        "rows": _rows(call, part),
         "BLOCK_M": slot.block_m,
         "BLOCK_N": slot.block_n,
+        "STAGES": slot.stages,
         "MASK": 0 if mask is None else _MASK_KINDS.get(mask.dtype, 2),
         "POSITIONS": positions is not None,
         "WINDOW": part.window is not None,
         "LENS": part.kv_lens is not None,
         "PAGED": table is not None,
         "SCALED": scaled,
-        "WIDE": not _narrow(part, slot.block_n),
-        "STAGES": slot.stages,
+        "K_STEP": _step(part.k),
+        "V_STEP": _step(part.v),
     }
 
 
@@ -381,50 +469,34 @@ def _split_len(kv_len: Size, slot: SlotConfig) -> Size:
     return (per_split + slot.block_n - 1) // slot.block_n * slot.block_n
 
 
-def _narrow(part: KeyPart, block_n: int) -> bool:
-    """Whether an offset within a tile of keys provably fits 32 bits."""
-    strides = (part.k.stride(2), part.v.stride(2))
-    return all(known(stride * block_n < 2**31) for stride in strides)
+def _step(x: Tensor) -> int:
+    """The stride of keys if it is a small number, 0 if it is not known to be one."""
+    stride = x.stride(2)
+    return stride if isinstance(stride, int) and 0 < stride < 2**20 else 0
 
 
-def _launch_merge(
-    call: _Call,
-    o_part: Tensor,
-    lse_part: Tensor,
-    sinks: Tensor | None,
-    dtype: torch.dtype,
-    order: Sequence[int],
-) -> tuple[Tensor, Tensor]:
-    parts = o_part.size(0)
-    sizes = (call.n, call.heads, call.m, call.d_v)
-    dense = call.q.new_empty([sizes[dim] for dim in order], dtype=dtype)
-    out = dense.permute([list(order).index(dim) for dim in range(4)])
-    lse = call.q.new_empty((call.n, call.heads, call.m), dtype=torch.float32)
+def _launch_merge(call: _Call, buffers: _Buffers, parts: int) -> None:
     rows = call.n * call.heads * call.m
-    config = merge_config(parts, call.d_v)
-    sink_strides = _strides(sinks, 3)
-    grid = ((rows + config.block_r - 1) // config.block_r,)
     if known(rows == 0):
-        return out, lse
+        return
+    config = merge_config(parts, _hint(rows))
+    grid = ((rows + config.rows - 1) // config.rows,)
     _launchable(merge_parts)[grid](
-        o_part,
-        lse_part,
-        call.q if sinks is None else sinks,
-        dense,
-        lse,
+        buffers.o_part,
+        buffers.lse_part,
+        call.q if call.sinks is None else call.sinks,
+        buffers.out,
+        buffers.lse,
         parts,
         rows,
         call.heads,
         call.m,
-        *sink_strides,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        *_strides(call.sinks, 3),
+        *buffers.out_strides,
         D=call.d_v,
         PAD_D=padded(call.d_v),
-        CHUNK=config.chunk,
-        BLOCK_R=config.block_r,
-        SINKS=sinks is not None,
+        UNROLL=config.unroll,
+        ROWS=config.rows,
+        SINKS=call.sinks is not None,
         num_warps=config.warps,
     )
-    return out, lse

@@ -11,18 +11,9 @@ import triton.language as tl
 
 
 @triton.jit
-def weight_of(lse, top):
-    """e^(lse - top); where both are the same infinity 0 (no keys) or 1 (overflow), not NaN."""
-    weight = tl.where(lse == top, 1.0, tl.exp(lse - top))
-    return tl.where(lse == float("-inf"), 0.0, weight)
-
-
-@triton.jit
-def part_rows_at(first, parts, row, part_rows, row_ok, CHUNK: tl.constexpr):
-    """Row numbers [CHUNK, BLOCK_R] in the buffer of partials, and which of them exist."""
-    part = first + tl.arange(0, CHUNK)
-    at = part.to(tl.int64)[:, None] * part_rows + row[None, :]
-    return at, (part < parts)[:, None] & row_ok[None, :]
+def relative(lse, reference):
+    """e^(lse - reference); 1 where both are +inf (an overflow), not NaN."""
+    return tl.where(lse == reference, 1.0, tl.exp(lse - reference))
 
 
 @triton.jit
@@ -44,48 +35,50 @@ def merge_parts(
     out_stride_m,
     D: tl.constexpr,
     PAD_D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    UNROLL: tl.constexpr,
+    ROWS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """BLOCK_R rows of [N, Hq, M]: o_part [parts, rows, D] -> out, lse_part [parts, rows] -> lse_out.
+    """ROWS rows of [N, Hq, M]: o_part [parts, rows, D] -> out, lse_part [parts, rows] -> lse_out.
 
-    Grid: (cdiv(rows, BLOCK_R),). CHUNK partials are read at once.
+    Grid: (cdiv(rows, ROWS),). One row at a time, so that its log-sum-exps are scalars: nothing is
+    exchanged between threads, and the loads of UNROLL partials are in flight at once.
     """
-    row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    row_ok = row < part_rows
+    part_rows = part_rows.to(tl.int64)
     d = tl.arange(0, PAD_D)
-    m = row % q_len
-    h = (row // q_len) % heads
-    n = (row // (q_len * heads)).to(tl.int64)
+    d_ok = d < D
+    for i in tl.static_range(ROWS):
+        row = tl.program_id(0) * ROWS + i
+        row_ok = row < part_rows
+        m = row % q_len
+        h = (row // q_len) % heads
+        n = (row // (q_len * heads)).to(tl.int64)
 
-    top = tl.full([BLOCK_R], float("-inf"), tl.float32)
-    if SINKS:
-        at_sink = n * sinks_stride_n + h * sinks_stride_h + m * sinks_stride_m
-        sink = tl.load(sinks + at_sink, mask=row_ok, other=float("-inf")).to(tl.float32)
-        top = sink
-    for first in range(0, parts, CHUNK):
-        at, present = part_rows_at(first, parts, row, part_rows, row_ok, CHUNK)
-        lse = tl.load(lse_part + at, mask=present, other=float("-inf"))
-        top = tl.maximum(top, tl.max(lse, 0))
+        top = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        if SINKS:
+            at_sink = n * sinks_stride_n + h * sinks_stride_h + m * sinks_stride_m
+            top = tl.load(sinks + at_sink, mask=row_ok, other=float("-inf")).to(tl.float32)
+            total = tl.where(top == float("-inf"), 0.0, 1.0)
+        merged = tl.zeros([PAD_D], tl.float32)
+        o_row = o_part + row.to(tl.int64) * D
+        lse_row = lse_part + row
+        for _ in tl.range(parts, loop_unroll_factor=UNROLL):
+            lse = tl.load(lse_row, mask=row_ok, other=float("-inf"))
+            o = tl.load(o_row + d, mask=row_ok & d_ok, other=0.0)
+            new_top = tl.maximum(top, lse)
+            reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weight = relative(lse, reference)
+            shrink = relative(top, reference)
+            # A part that saw no key has no share, whatever its output holds.
+            merged = merged * shrink + tl.where(weight == 0, 0.0, o * weight)
+            total = total * shrink + weight
+            top = new_top
+            o_row += part_rows * D
+            lse_row += part_rows
+        total = tl.where(total == 0, 1.0, total)
 
-    total = tl.zeros([BLOCK_R], tl.float32)
-    if SINKS:
-        total += weight_of(sink, top)
-    merged = tl.zeros([BLOCK_R, PAD_D], tl.float32)
-    for first in range(0, parts, CHUNK):
-        at, present = part_rows_at(first, parts, row, part_rows, row_ok, CHUNK)
-        lse = tl.load(lse_part + at, mask=present, other=float("-inf"))
-        weight = weight_of(lse, top[None, :])
-        present_o = present[:, :, None] & (d < D)[None, None, :]
-        o = tl.load(o_part + at[:, :, None] * D + d[None, None, :], mask=present_o, other=0.0)
-        # A part that saw no key has no share, whatever its output holds.
-        merged += tl.sum(tl.where(weight[:, :, None] == 0, 0.0, o * weight[:, :, None]), 0)
-        total += tl.sum(weight, 0)
-    total = tl.where(total < 1.0, 1.0, total)  # 0 where nothing was seen; NaN stays NaN
-    merged = merged / total[:, None]
-
-    at_out = n * out_stride_n + h * out_stride_h + m * out_stride_m
-    out_ok = row_ok[:, None] & (d < D)[None, :]
-    tl.store(out + at_out[:, None] + d[None, :], merged.to(out.dtype.element_ty), mask=out_ok)
-    tl.store(lse_out + row, top + tl.log(total), mask=row_ok)
+        at_out = n * out_stride_n + h * out_stride_h + m * out_stride_m + d
+        merged = (merged / total).to(out.dtype.element_ty)
+        tl.store(out + at_out, merged, mask=row_ok & d_ok)
+        tl.store(lse_out + row, top + tl.log(total), mask=row_ok)

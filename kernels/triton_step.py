@@ -1,0 +1,245 @@
+"""The inner loop of `triton_attend.py`: a tile of query rows against a run of keys.
+
+Scores are kept in units of log2; maxima, sums and outputs in float32. Arguments come in groups:
+`rows` (which query rows the tile holds), `keys` (where K and V are) and `seen` (what hides a key).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def rows_of(row_block, kv_row, kv_head, branches, group, q_len, rows, BLOCK_M: tl.constexpr):
+    """The packed rows of a tile: (which exist, batch row, head, query), each [BLOCK_M]."""
+    packed = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
+    batch = kv_row * branches + packed // (group * q_len)
+    head = kv_head * group + packed % group
+    return packed < rows, batch, head, (packed // group) % q_len
+
+
+@triton.jit
+def load_queries(q, rows, strides, D: tl.constexpr, PAD: tl.constexpr):
+    """The query tile [BLOCK_M, PAD], 0 beyond the rows and the head size."""
+    row_ok, batch, head, token = rows
+    stride_n, stride_h, stride_m = strides
+    d = tl.arange(0, PAD)
+    at = batch.to(tl.int64) * stride_n + head * stride_h + token * stride_m
+    ok = row_ok[:, None] & (d < D)[None, :]
+    return tl.load(q + at[:, None] + d[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent of float32; its error is absolute (1e-7) where |x| is small."""
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    magnitude = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+@triton.jit
+def offsets(
+    start,
+    row,
+    key,
+    in_range,
+    row_stride,
+    key_stride,
+    table,
+    table_stride,
+    page_size,
+    BLOCK_N: tl.constexpr,
+    PAGED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """Where the keys of a tile are: (scalar int64, [BLOCK_N] to be added to it).
+
+    Contiguous keys have an offset that no tile changes; STEP is their stride where it is known to
+    be small, so that offsets fit 32 bits and fold into addresses.
+    """
+    base = tl.zeros([], tl.int64)
+    if PAGED:
+        at_page = row.to(tl.int64) * table_stride + key // page_size
+        page = tl.load(table + at_page, mask=in_range, other=0).to(tl.int64)
+        return base, page * row_stride + (key % page_size).to(tl.int64) * key_stride
+    elif GROUPED:
+        return base, row.to(tl.int64) * row_stride + key.to(tl.int64) * key_stride
+    elif STEP != 0:
+        return row.to(tl.int64) * row_stride + (base + start) * STEP, tl.arange(0, BLOCK_N) * STEP
+    else:
+        lane = tl.arange(0, BLOCK_N).to(tl.int64)
+        return row.to(tl.int64) * row_stride + (base + start) * key_stride, lane * key_stride
+
+
+@triton.jit
+def bounds_of(rows, seen, kv_len, WINDOW: tl.constexpr):
+    """By positions, row i sees the keys [begin, end) of its segment: (position, begin, end)."""
+    row_ok, batch, _head, token = rows
+    positions, stride_n, stride_m, kv_start, window = seen[5:10]
+    at = batch.to(tl.int64) * stride_n + token * stride_m
+    position = tl.load(positions + at, mask=row_ok, other=0) - kv_start
+    end = tl.minimum(tl.maximum(position + 1, 0), kv_len).to(tl.int32)
+    begin = tl.zeros_like(end)
+    if WINDOW:
+        begin = tl.minimum(tl.maximum(position + 1 - window, 0), kv_len).to(tl.int32)
+    return position, begin, end
+
+
+@triton.jit
+def masked(scores, rows, seen, key, in_range, MASK: tl.constexpr):
+    """The scores with a mask tensor applied: MASK 1 is bool (True = visible), 2 is added."""
+    row_ok, batch, head, token = rows
+    mask, stride_n, stride_h, stride_m, stride_k = seen[0:5]
+    at = batch.to(tl.int64) * stride_n + head * stride_h + token * stride_m
+    at = at[:, None] + key.to(tl.int64)[None, :] * stride_k
+    value = tl.load(mask + at, mask=row_ok[:, None] & in_range[None, :], other=0)
+    if MASK == 1:
+        return tl.where(value != 0, scores, float("-inf"))
+    else:
+        return scores + value.to(tl.float32) * LOG2E
+
+
+@triton.jit
+def attend_run(
+    q_tile,
+    state,
+    rows,
+    owner,
+    kv_row,
+    kv_head,
+    low,
+    high,
+    kv_len,
+    scale,
+    softcap,
+    slopes,
+    keys,
+    seen,
+    k_scale,
+    v_scale,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
+    PAD_K: tl.constexpr,
+    PAD_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LENS: tl.constexpr,
+    PAGED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ALIBI: tl.constexpr,
+    PRECISION: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUPED: tl.constexpr,
+):
+    """The state (top, total, acc) of a tile after the keys [low, high) of KV row kv_row.
+
+    GROUPED: the keys of the KV rows kv_row, kv_row + 1, ... stand one after another, kv_len each,
+    and a query row sees those of the KV row kv_row + owner only.
+    """
+    top, total, acc = state
+    k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
+    d_k = tl.arange(0, PAD_K)
+    d_v = tl.arange(0, PAD_V)
+    k += kv_head.to(tl.int64) * k_head
+    v += kv_head.to(tl.int64) * v_head
+    if SCALED:
+        scale *= tl.load(k_scale + kv_head)
+        value_scale = tl.load(v_scale + kv_head)
+    if LENS and not GROUPED:
+        high = tl.minimum(high, tl.load(seen[10] + kv_row).to(tl.int32))
+    if POSITIONS:
+        row_ok, _batch, head, _token = rows
+        position, begin, end = bounds_of(rows, seen, kv_len, WINDOW)
+        if not GROUPED:
+            high = tl.minimum(high, tl.max(tl.where(row_ok, end, 0), 0))
+            if WINDOW:
+                first = tl.min(tl.where(row_ok, begin, kv_len), 0)
+                low = tl.maximum(low, low + (first - low) // BLOCK_N * BLOCK_N)
+        if ALIBI:
+            slope = tl.load(slopes + head, mask=row_ok, other=0.0) * LOG2E
+
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_N)
+        in_range = key < high
+        row = kv_row
+        if GROUPED:
+            part = key // kv_len
+            key = key % kv_len
+            row = kv_row + part
+        k_base, k_at = offsets(
+            start, row, key, in_range, k_row, k_key, table, table_stride, page_size,
+            BLOCK_N, PAGED, GROUPED, K_STEP,
+        )  # fmt: skip
+        k_ok = in_range[None, :] if D_K == PAD_K else in_range[None, :] & (d_k < D_K)[:, None]
+        k_tile = tl.load(k + k_base + k_at[None, :] + d_k[:, None], mask=k_ok, other=0.0)
+        scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
+
+        if SOFTCAP:
+            scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+        else:
+            scores = scores * (scale * LOG2E)
+        if ALIBI:
+            scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
+        if MASK != 0:
+            scores = masked(scores, rows, seen, key, in_range, MASK)
+        if GROUPED or POSITIONS:
+            visible = in_range[None, :]
+            if GROUPED:
+                visible = visible & (part[None, :] == owner[:, None])
+                if LENS:
+                    length = tl.load(seen[10] + row, mask=in_range, other=0)
+                    visible = visible & (key < length)[None, :]
+            if POSITIONS:
+                visible = visible & (key[None, :] < end[:, None])
+                if WINDOW:
+                    visible = visible & (key[None, :] >= begin[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        elif start + BLOCK_N > high:
+            scores = tl.where(in_range[None, :], scores, float("-inf"))
+
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen no key yet: any finite reference keeps its weights at 0.
+        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - reference[:, None])
+        shrink = tl.exp2(top - reference)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = acc * shrink[:, None]
+        top = new_top
+
+        v_base, v_at = offsets(
+            start, row, key, in_range, v_row, v_key, table, table_stride, page_size,
+            BLOCK_N, PAGED, GROUPED, V_STEP,
+        )  # fmt: skip
+        v_ok = in_range[:, None] if D_V == PAD_V else in_range[:, None] & (d_v < D_V)[None, :]
+        v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
+        if SCALED:
+            weights = weights * value_scale
+        weights = weights.to(q_tile.dtype)
+        acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def empty_state(BLOCK_M: tl.constexpr, PAD_V: tl.constexpr):
+    """The state of a tile that has seen no key: (top, total, acc)."""
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    return top, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, PAD_V], tl.float32)
+
+
+@triton.jit
+def result_of(state):
+    """A partial result (o [BLOCK_M, PAD_V], lse [BLOCK_M] in units of log2) from a state."""
+    top, total, acc = state
+    unseen = total == 0  # not total <= 0: a NaN must come out as NaN, in o and lse
+    total = tl.where(unseen, 1.0, total)
+    return acc / total[:, None], tl.where(unseen, float("-inf"), top + tl.log2(total))
