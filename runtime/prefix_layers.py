@@ -39,8 +39,7 @@ class SharedPrefixLayer(CacheLayerMixin):
 
     def __init__(self, prefix_keys: Tensor, prefix_values: Tensor, branches: int) -> None:
         """An empty suffix after `prefix_keys` [R, H, P, D] and `prefix_values` [R, H, P, Dv]."""
-        self.prefix_keys = prefix_keys
-        self.prefix_values = prefix_values
+        self._hold(prefix_keys, prefix_values)
         self.branches = branches
         self.is_initialized = True
 
@@ -121,8 +120,7 @@ class SharedPrefixLayer(CacheLayerMixin):
                 f"cannot crop {count} of {self.prefix_length + from_suffix} tokens: none would stay"
             )
         self.drop_suffix(from_suffix)
-        self.prefix_keys = self.prefix_keys[..., :kept, :]
-        self.prefix_values = self.prefix_values[..., :kept, :]
+        self._hold(self.prefix_keys[..., :kept, :], self.prefix_values[..., :kept, :])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Continue every row `repeats` times: T grows, the prefix stays."""
@@ -142,9 +140,20 @@ class SharedPrefixLayer(CacheLayerMixin):
         heads = requests[:: self.branches]
         if heads != list(range(self.prefix_keys.shape[0])):
             chosen = torch.tensor(heads, device=self.prefix_keys.device)
-            self.prefix_keys = self.prefix_keys.index_select(0, chosen)
-            self.prefix_values = self.prefix_values.index_select(0, chosen)
+            self._hold(
+                self.prefix_keys.index_select(0, chosen), self.prefix_values.index_select(0, chosen)
+            )
         self.rewrite_suffix(lambda suffix: suffix[indices.to(suffix.device)])
+
+    def _hold(self, keys: Tensor, values: Tensor) -> None:
+        """Make these the prefix, at an address that stays: CUDA graphs then copy none of it.
+
+        Unguarded, because a guard on the address would compile the model again for every new cache.
+        """
+        self.prefix_keys, self.prefix_values = keys, values
+        if not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(keys, guard=False)
+            torch._dynamo.mark_static_address(values, guard=False)
 
     def _check_rows(self, key_states: Tensor) -> None:
         rows = self.prefix_keys.shape[0]

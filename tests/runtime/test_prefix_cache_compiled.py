@@ -150,3 +150,18 @@ def test_inductor_stops_a_beam_that_leaves_its_request():
     assert torch.equal(cache.layers[0].suffix()[0], states[beams])
     with pytest.raises(RuntimeError, match="a beam left its request"):
         reorder(cache, beams.flip(0))
+
+
+@pytest.mark.parametrize("max_suffix", [4, None])
+def test_cuda_graphs_copy_nothing_of_the_cache(max_suffix):
+    """What is marked static is read where it is; anything else is copied for each replay."""
+    model, backend = tiny_model("Llama"), Counting()
+    cache = SharedPrefixCache.prefill(model, prompts(), BRANCHES, max_suffix=max_suffix)
+    tokens = torch.randint(3, VOCABULARY, (2 * BRANCHES, 1))
+    decode(torch.compile(model, backend=backend), model, cache, tokens)
+    nodes = backend.graphs[0].graph.find_nodes(op="placeholder")
+    values = {n: n.meta.get("example_value") for n in nodes}
+    # Keys and values have 4 dims, a count of written tokens none; no weight has.
+    held = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.dim() in (0, 4)]
+    copied = [n.name for n in held if "_dynamo_static_input_type" not in n.meta["tensor_dict"]]
+    assert not copied and len(held) == 2 * (2 if max_suffix is None else 5)
