@@ -31,6 +31,7 @@ from torch_cascade.benchmarks.record import Line, Record, Result
 from torch_cascade.benchmarks.spread import Spread
 
 OURS = tuple(peer.name for peer in peers.PEERS if peer.ours)
+RIVALS = tuple(peer.name for peer in peers.PEERS if not peer.ours)
 DTYPE = torch.bfloat16
 
 
@@ -65,18 +66,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.error(f"argument --engines: {error}")
     if options.repeat < 1:
         made.error(f"argument --repeat: must be at least 1, got {options.repeat}")
-    if not torch.cuda.is_available():
+    device = cuda_device()
+    if device is None:
         print("this benchmark times CUDA graphs: it needs a CUDA device", file=sys.stderr)
         return 2
-    return _run(options)
+    return _run(options, device)
 
 
-def _run(options: argparse.Namespace) -> int:
+def cuda_device() -> torch.device | None:
+    """The current CUDA device, if there is one."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _run(options: argparse.Namespace, device: torch.device) -> int:
     from rich.console import Console
 
     from torch_cascade.benchmarks import ceilings
 
-    device = torch.device("cuda", torch.cuda.current_device())
     made = Record(
         "attention",
         "us",
@@ -98,8 +106,8 @@ def _run(options: argparse.Namespace) -> int:
             console.print(f"{row}: {_summary(made.lines[-1])}", highlight=False)
     console.print(tables.title(made), markup=False, highlight=False)
     console.print(tables.table(made, options.engines, OURS))
-    for complaint in tables.complaints(made):
-        console.print(complaint, markup=False, highlight=False)
+    for text in (*tables.scores(made, OURS, RIVALS), *tables.complaints(made)):
+        console.print(text, markup=False, highlight=False)
     if not options.no_plot and any(r.time for line in made.lines for r in line.results.values()):
         plots.write(made, options.engines, path.with_suffix(".png"))
     console.print(f"written: {path}", highlight=False)

@@ -20,6 +20,7 @@ from torch_cascade.benchmarks.record import Record
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 OURS = tuple(way.name for way in WAYS if way.ours)
+STOCK = tuple(way.name for way in WAYS if way.stock)
 ORDERS = ("auto", "interleaved", "sequential")
 PREFILLS = ("random", "prompt")
 
@@ -122,8 +123,8 @@ def _run(options: argparse.Namespace) -> int:
             made.write(path)
     say(tables.title(made))
     console.print(tables.table(made, options.engines, OURS))
-    for complaint in tables.complaints(made):
-        say(complaint)
+    for text in (*tables.scores(made, OURS, STOCK), *tables.complaints(made)):
+        say(text)
     if not options.no_plot and any(r.time for line in made.lines for r in line.results.values()):
         plots.write(made, options.engines, path.with_suffix(".png"))
     say(f"written: {path}")

@@ -33,6 +33,7 @@ def draw(record: Record, engines: Sequence[str]) -> Figure:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     lines = [x for x in record.lines if any(r.time is not None for r in x.results.values())]
     if not lines:
@@ -53,6 +54,9 @@ def draw(record: Record, engines: Sequence[str]) -> Figure:
     axes.plot(goals, range(len(lines)), "k|", markersize=14, label="goal")
     axes.axvline(1.0, color="gray", linewidth=1)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel(f"times the floor (floor in {record.unit} beside the sizes)")
     axes.set_yticks(range(len(lines)), [f"{x.label}: {x.floor:.3g}" for x in lines])
     axes.set_ylabel(record.columns)

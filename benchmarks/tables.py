@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich import box
 from rich.table import Table
 
-from torch_cascade.benchmarks.record import OK, WRONG, Line, Record, Result
+from torch_cascade.benchmarks.record import OK, WRONG, Line, Record, Result, fastest
 
 SHORT = {"out of memory": "no memory", "missing": "-"}
 
@@ -81,3 +81,33 @@ def complaints(record: Record) -> list[str]:
         f"{name}: {status} at {' '.join(labels)}{': ' + reason if reason else ''}"
         for (name, status, reason), labels in said.items()
     ]
+
+
+def scores(record: Record, ours: Sequence[str], rivals: Sequence[str]) -> list[str]:
+    """One line for each engine of ours: where it reaches the goal, where it beats its rivals."""
+    said = []
+    for name in ours:
+        timed = {
+            x.label: (x, r.time.median) for x in record.lines if (r := _ok(x, name)) and r.time
+        }
+        if not timed:
+            continue
+        reached = sum(median <= line.goal for line, median in timed.values())
+        text = f"{name}: goal reached at {reached} of {len(timed)}"
+        factors = [
+            (best.median / median, label)
+            for label, (line, median) in timed.items()
+            if (rival := fastest(line.results, rivals)) and (best := line.results[rival].time)
+        ]
+        if factors:
+            won = sum(factor > 1 for factor, _ in factors)
+            least, most = (f"{number(x)} x at {label}" for x, label in (min(factors), max(factors)))
+            text += f"; faster than the best of {', '.join(rivals)} at {won} of {len(factors)}"
+            text += f" (least {least}, most {most})"
+        said.append(text)
+    return said
+
+
+def _ok(line: Line, name: str) -> Result | None:
+    result = line.results.get(name)
+    return result if result is not None and result.status == OK else None

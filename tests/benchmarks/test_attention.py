@@ -10,7 +10,16 @@ import types
 import pytest
 import torch
 
-from torch_cascade.benchmarks import attention, check, flashinfer_peer, inputs, peers, record, rows
+from torch_cascade.benchmarks import (
+    attention,
+    ceilings,
+    check,
+    flashinfer_peer,
+    inputs,
+    peers,
+    record,
+    rows,
+)
 from torch_cascade.benchmarks.rows import Ceilings, Heads, Row
 from torch_cascade.benchmarks.spread import Spread
 
@@ -280,6 +289,36 @@ def test_mistakes_on_the_command_line(options, said, capsys):
 def test_without_a_device_it_says_what_it_needs(capsys):
     assert attention.main([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_the_whole_command_on_a_stand_in(tmp_path, monkeypatch, capsys, installed):
+    """Everything but the device: the clock's figures are given."""
+    given_us = {"cascade": [30.0, 20.0, 25.0], "sdpa-expanded": [200.0, 100.0, 300.0]}
+
+    def timed(prepared, flush, repeat):
+        assert flush.kind == "write" and repeat == 3 and set(prepared) == set(given_us)
+        return {name: given_us[name] for name in prepared}
+
+    monkeypatch.setattr(attention, "cuda_device", lambda: CPU)
+    monkeypatch.setattr(attention.timing, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(attention.timing, "prepare", _as_called)
+    monkeypatch.setattr(attention.timing, "interleaved", timed)
+    monkeypatch.setattr(ceilings, "measure", lambda *_: MEASURED)
+    file = tmp_path / "run.json"
+    options = ["--rows", "2,3,33,2,5", "1,2,40,1,3", "--repeat", "3", "--flush", "write"]
+    engines = ["--engines", "sdpa-expanded,cascade,kernel"]
+    assert attention.main([*options, *engines, "--json", str(file), "--no-plot"]) == 0
+    content = json.loads(file.read_text())
+    assert content["settings"]["flush"] == "write"
+    assert [line["label"] for line in content["lines"]] == ["2,3,33,2,5", "1,2,40,1,3"]
+    for line in content["lines"]:
+        results = line["results"]
+        assert results["kernel"]["status"] == "missing"
+        assert results["cascade"]["time"]["median"] == 25.0
+        assert results["sdpa-expanded"]["time"]["least"] == 100.0
+        assert [v["right"] for v in results["cascade"]["details"]["verdicts"]] == [True, True]
+    said = capsys.readouterr().out
+    assert "kernel: missing at 2,3,33,2,5 1,2,40,1,3: needs a CUDA device" in said
 
 
 @pytest.mark.cuda
