@@ -43,14 +43,33 @@ def other_sizes(case):
     return case.but(rows=3, branches=2, queries=4, keys=24, lens=lens, hostile=NAN)
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", [*EXTENDED[::6], ALL], ids=str)
-def test_attend_equals_the_oracle(case, dynamic):
-    lowered = Lowered(lambda args, options: ops.attend(*args, **options), dynamic=dynamic)
-    changes = dynamic and case.case.keys == 12 and case.case.branches > 1
-    for instance in (case, other_sizes(case)) if changes else (case,):
-        args, options = instance.arguments()
-        assert_attends(lowered(args, options), args, options)
+def test_attend_equals_the_oracle(case):
+    args, options = case.arguments()
+    lowered = Lowered(lambda args, options: ops.attend(*args, **options), dynamic=False)
+    assert_attends(lowered(args, options), args, options)
+
+
+DYNAMIC = [
+    PLAIN.but(lens=LENS, page=4),
+    PLAIN.but(alibi=True, positions="NM", fp8=True, scales=True),
+    pytest.param(ALL, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("case", DYNAMIC, ids=str)
+def test_sizes_may_change(case):
+    """One program serves any number of rows, branches, queries and pages."""
+
+    def attend(q, args, options):
+        return ops.attend(q.flatten(0, 1), *args, branches=q.size(1), **options)
+
+    lowered = Lowered(attend, dynamic=True)
+    for instance in (case, other_sizes(case)):
+        (q, *rest), options = instance.arguments()
+        branches = options.pop("branches")
+        result = lowered(q.unflatten(0, (-1, branches)), rest, options)
+        assert_attends(result, (q, *rest), {**options, "branches": branches})
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
