@@ -7,12 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.utils._pytree import tree_flatten
 
 from torch_cascade.compiler.pass_base import Pass, PassContext
-
-aten = torch.ops.aten
-_BUFFERS = (aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default)
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class CleanupPass(Pass):
 
     Every layer slices the same mask and counts the same positions; a rewrite a layer would prepare
     them a layer. Nodes of the user's own graph are never joined: an unmatched graph stays as it is.
-    Nor are buffers that kernels fill (`aten.empty`): shared, each would have to be copied.
+    Nor are buffers that Triton kernels write: shared, each would have to be copied.
     """
 
     name: ClassVar[str] = "cleanup"
@@ -34,6 +32,8 @@ class CleanupPass(Pass):
         for node in list(graph.nodes):
             if node in self.since or node.op != "call_function" or not _is_pure(node):
                 continue
+            if any(_is_written(node, user) for user in node.users):
+                continue
             key = _key(node)
             first = seen.setdefault(key, node)
             if first is not node:
@@ -45,9 +45,16 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True  # size arithmetic
-    if target in _BUFFERS:
-        return False
     return not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _is_written(node: fx.Node, user: fx.Node) -> bool:
+    """Whether `user` is a Triton kernel that would write `node` if nobody else read it."""
+    if user.target is not triton_kernel_wrapper_functional:
+        return False
+    arguments: Any = user.kwargs["kwargs"]
+    written: Any = user.kwargs["tensors_to_clone"]
+    return any(arguments[name] is node for name in written)
 
 
 def _key(node: fx.Node) -> tuple[Any, ...]:

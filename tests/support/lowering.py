@@ -85,11 +85,10 @@ class StandIn:
         order = tuple(out_order)
         self.calls.append({"parts": len(parts), "dtype": out_dtype, "order": order} | shared)
         partials = [attend_cpu(q, **part._asdict(), **shared) for part in parts]
+        outs, lses = (list(each) for each in zip(*partials, strict=True))
         o, lse = partials[0]
         if len(parts) > 1 or sinks is not None:
-            o, lse = merge_torch(
-                [o for o, _ in partials], [lse for _, lse in partials], sinks=sinks
-            )
+            o, lse = merge_torch(outs, lses, sinks=sinks)
         if out_dtype not in (None, torch.float32):
             o = o.to(out_dtype)
         memory = o.permute(order).clone(memory_format=torch.contiguous_format)
