@@ -39,6 +39,14 @@ KERNELS = {
     "kernels.ops": {"kernels.register"},
     "kernels.register": {"kernels.checks", "kernels.cpu_attend", "kernels.merge", "kernels.sdpa"},
     "kernels.cpu_attend": {"kernels.dense"},
+    "kernels.triton_launch": {
+        "kernels.cpu_attend",
+        "kernels.launch_config",
+        "kernels.triton_attend",
+        "kernels.triton_merge",
+    },
+    "kernels.triton_attend": {"kernels.triton_finish", "kernels.triton_step"},
+    "kernels.triton_finish": {"kernels.triton_step"},
 }
 MODULES = {m.name: m for m in modules()}
 everywhere = pytest.mark.parametrize("module", MODULES.values(), ids=lambda m: m.name or PACKAGE)
