@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
             console.print(f"{row}: {_summary(made.lines[-1])}", highlight=False)
     console.print(tables.title(made), markup=False, highlight=False)
     console.print(tables.table(made, options.engines, OURS))
-    for text in (*tables.scores(made, OURS, RIVALS), *tables.complaints(made)):
+    for text in (*tables.scores(made, OURS, RIVALS, "other engines"), *tables.complaints(made)):
         console.print(text, markup=False, highlight=False)
     if not options.no_plot and any(r.time for line in made.lines for r in line.results.values()):
         plots.write(made, options.engines, path.with_suffix(".png"))

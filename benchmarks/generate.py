@@ -123,7 +123,7 @@ def _run(options: argparse.Namespace) -> int:
             made.write(path)
     say(tables.title(made))
     console.print(tables.table(made, options.engines, OURS))
-    for text in (*tables.scores(made, OURS, STOCK), *tables.complaints(made)):
+    for text in (*tables.scores(made, OURS, STOCK, "stock engines"), *tables.complaints(made)):
         say(text)
     if not options.no_plot and any(r.time for line in made.lines for r in line.results.values()):
         plots.write(made, options.engines, path.with_suffix(".png"))

@@ -83,8 +83,15 @@ def complaints(record: Record) -> list[str]:
     ]
 
 
-def scores(record: Record, ours: Sequence[str], rivals: Sequence[str]) -> list[str]:
-    """One line for each engine of ours: where it reaches the goal, where it beats its rivals."""
+def scores(record: Record, ours: Sequence[str], rivals: Sequence[str], called: str) -> list[str]:
+    """One line for each engine of ours: where it reaches the goal, where it beats its rivals.
+
+    Args:
+        record: what was measured.
+        ours: engines to speak of.
+        rivals: engines to compare with, at each line with the fastest that was timed.
+        called: what the rivals are, in the plural.
+    """
     said = []
     for name in ours:
         timed = {
@@ -102,7 +109,7 @@ def scores(record: Record, ours: Sequence[str], rivals: Sequence[str]) -> list[s
         if factors:
             won = sum(factor > 1 for factor, _ in factors)
             least, most = (f"{number(x)} x at {label}" for x, label in (min(factors), max(factors)))
-            text += f"; faster than the best of {', '.join(rivals)} at {won} of {len(factors)}"
+            text += f"; faster than all {called} at {won} of {len(factors)}"
             text += f" (least {least}, most {most})"
         said.append(text)
     return said

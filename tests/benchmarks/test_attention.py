@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import types
 
@@ -213,6 +215,28 @@ def test_the_whole_path_is_rewritten_and_right():
     (peer,) = (peer for peer in peers.PEERS if peer.name == "cascade")
     torch._dynamo.reset()
     assert attention.verdict(peer, [attention.Case(given(needles=True))]).status == record.OK
+
+
+INTERPRETED = """
+import torch
+from torch_cascade.benchmarks import attention, inputs, peers, rows
+heads = rows.Heads(query=4, kv=2, dim=16, element=4)
+drawn = inputs.draw(rows.Row(2, 3, 40, 2, 5), heads, torch.device("cpu"), torch.float32, 0)
+cases = [attention.Case(drawn), attention.Case(inputs.with_needles(drawn))]
+(kernel,) = (peer for peer in peers.PEERS if peer.name == "kernel")
+print(attention.verdict(kernel, cases).status, kernel.make(drawn)().stride() == drawn.q.stride())
+"""
+
+
+def test_our_kernel_is_called_as_it_wants():
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", INTERPRETED],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["ok", "True"], done.stderr[-2000:]
 
 
 def test_what_is_missing_says_so(monkeypatch):

@@ -94,11 +94,11 @@ def test_the_table(made):
 
 
 def test_the_scores(made):
-    assert tables.scores(made, ["ours", "gone"], ["slow", "bad"]) == [
-        "ours: goal reached at 1 of 2; faster than the best of slow, bad at 1 of 1 "
+    assert tables.scores(made, ["ours", "gone"], ["slow", "bad"], "others") == [
+        "ours: goal reached at 1 of 2; faster than all others at 1 of 1 "
         "(least 17.9 x at 4,4, most 17.9 x at 4,4)"
     ]
-    assert tables.scores(made, ["ours"], ["bad"]) == ["ours: goal reached at 1 of 2"]
+    assert tables.scores(made, ["ours"], ["bad"], "others") == ["ours: goal reached at 1 of 2"]
 
 
 def test_the_title(made):
