@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import NamedTuple
 
 
@@ -60,15 +59,6 @@ def padded(size: int, least: int = 16) -> int:
     return max(least, 1 << max(size - 1, 0).bit_length())
 
 
-class Finish(Enum):
-    """How partial results are completed: see `triton_attend.py`."""
-
-    PARTIAL = 0
-    DIRECT = 1
-    LAST = 2
-    WAIT = 3
-
-
 @dataclass(frozen=True)
 class LaunchConfig:
     """One launch of `attend_parts`.
@@ -76,19 +66,19 @@ class LaunchConfig:
     Attributes:
         slots: one or two.
         warps: warps of a program.
-        finish: how partial results are completed.
+        direct: there is one partial result a row, which is the result.
         tail: the second slot is read by the last split of the first.
     """
 
     slots: tuple[SlotConfig, ...]
     warps: int = 4
-    finish: Finish = Finish.PARTIAL
+    direct: bool = False
     tail: bool = False
 
     @property
     def splits(self) -> int:
         """Partial results of a row that the launch writes."""
-        if self.tail or self.finish is Finish.WAIT:
+        if self.tail:
             return self.slots[0].splits
         return sum(slot.splits for slot in self.slots)
 
@@ -102,14 +92,10 @@ class MergeConfig:
     warps: int
 
 
-# Counters of a launch (`triton_finish.py`): two for each tile of the first slot.
-COUNTERS = 8192
 # No more partial results a row than this: beyond it merging costs more than the splits gain.
 _MOST_SPLITS = 64
 # A suffix of up to this many keys, over all branches of a tile, is read as a tail of the prefix.
 _MOST_TAIL = 128
-# Up to this many splits the program that finishes a tile last merges them.
-_MOST_MERGED_BY_ONE = 8
 
 
 def attend_config(
@@ -126,15 +112,18 @@ def attend_config(
         shapes: its one or two slots.
         widths: of the heads.
         limits: of the device.
-        alone: no other launch adds partial results, and the number of tiles is a number.
+        alone: no other launch adds partial results.
         nested: the KV rows of the second slot divide evenly among those of the first.
     """
     first = _slot(shapes[0], widths, limits)
     if len(shapes) == 1:
-        return _finished((first,), shapes, alone, tail=False)
-    second = _slot(shapes[1], widths, limits)
+        return LaunchConfig((first,), direct=alone and first.splits == 1)
     tail = nested and shapes[0].rows * shapes[1].kv_len <= _MOST_TAIL * shapes[1].rows
-    return _finished((first, second), shapes, alone and nested, tail)
+    if tail:
+        second = SlotConfig(first.block_m, first.block_n, first.stages, splits=1)
+        direct = alone and first.splits == 1
+        return LaunchConfig((first, second), direct=direct, tail=True)
+    return LaunchConfig((first, _slot(shapes[1], widths, limits)))
 
 
 def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
@@ -144,23 +133,6 @@ def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
     wanted = max(1, 2 * limits.processors // tiles)
     splits = max(1, min(wanted, _MOST_SPLITS, -(-shape.kv_len // block_n)))
     return SlotConfig(block_m, block_n, 3, splits)
-
-
-def _finished(
-    slots: tuple[SlotConfig, ...], shapes: Sequence[SlotShape], alone: bool, tail: bool
-) -> LaunchConfig:
-    """The configuration with the cheapest way to complete the partial results."""
-    tiles = shapes[0].tiles_of * -(-shapes[0].rows // slots[0].block_m)
-    single = len(slots) == 1 or tail
-    fits = alone and 2 * tiles <= COUNTERS
-    if alone and single and slots[0].splits == 1:
-        return LaunchConfig(slots, finish=Finish.DIRECT, tail=tail)
-    if fits and single and slots[0].splits <= _MOST_MERGED_BY_ONE:
-        return LaunchConfig(slots, finish=Finish.LAST, tail=tail)
-    if fits and not single:
-        second = replace(slots[1], splits=1)
-        return LaunchConfig((slots[0], second), finish=Finish.WAIT)
-    return LaunchConfig(slots, tail=tail)
 
 
 def invariant_config(

@@ -10,14 +10,12 @@ The two segments ("slots") differ in everything but the queries. Slot a is the m
 one: few, tall tiles of rows, many splits. Slot b, the suffixes of the branches, is either
 - a tail: the suffixes of all branches of a tile are short enough to be one more run of keys of the
   last split of slot a, where each row sees its own branch's keys only; or
-- programs of its own, after those of slot a.
+- programs of its own, spread evenly among those of slot a: theirs is the time of memory, where
+  tall tiles need that of the tensor cores.
 
-FINISH says how partial results are completed (`triton_finish.py`):
-PARTIAL they are left in o_part and lse_part for `triton_merge.py`;
-DIRECT  there is one partial result a row, which is the result;
-LAST    the program that finishes a tile last merges its splits;
-WAIT    the programs of slot b merge: each waits for the splits of its rows. Programs start in the
-        order of their numbers, so those that are waited for are running or done.
+DIRECT: there is one partial result a row, which is the result. Otherwise partial results are
+left in o_part and lse_part for `triton_merge.py`. (Completing them in the same launch, by the
+program that finishes last or by programs that wait, was slower: benchmarks/LOG.md.)
 """
 
 from __future__ import annotations
@@ -26,10 +24,7 @@ import triton
 import triton.language as tl
 
 from torch_cascade.kernels.triton_finish import (
-    arrive,
-    merge_splits,
     row_numbers,
-    wait_for,
     write_final,
     write_partial,
 )
@@ -41,11 +36,6 @@ from torch_cascade.kernels.triton_step import (
     rows_of,
 )
 
-PARTIAL = tl.constexpr(0)
-DIRECT = tl.constexpr(1)
-LAST = tl.constexpr(2)
-WAIT = tl.constexpr(3)
-
 
 @triton.jit
 def attend_parts(
@@ -54,7 +44,6 @@ def attend_parts(
     lse_part,
     out,
     lse_out,
-    counters,
     sinks,
     heads,
     kv_heads,
@@ -74,7 +63,6 @@ def attend_parts(
     softcap,
     slopes,
     items_a,
-    tiles_a,
     ratio,
     k_a,
     v_a,
@@ -142,9 +130,10 @@ def attend_parts(
     PAD_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    FOLD: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
-    FINISH: tl.constexpr,
+    DIRECT: tl.constexpr,
     SLOTS: tl.constexpr,
     TAIL: tl.constexpr,
     BLOCK_M_a: tl.constexpr,
@@ -170,12 +159,20 @@ def attend_parts(
     K_STEP_b: tl.constexpr,
     V_STEP_b: tl.constexpr,
 ):
-    """A tile and a split of slot a a program, then (SLOTS == 2) of slot b.
+    """A tile and a split of slot a or (SLOTS == 2) slot b a program.
 
     Grid: items_a + items_b programs, where a slot has KV rows * KV heads * splits * row tiles
     items. A KV row of slot a stands over `ratio` KV rows of slot b.
     """
-    item = tl.program_id(0)
+    program = tl.program_id(0)
+    if SLOTS == 1:
+        item = program
+        in_a = True
+    else:
+        # The items of slot a, evenly among all: program p is one iff p * share crosses a number.
+        share = program.to(tl.int64) * items_a
+        item = (share // tl.num_programs(0)).to(tl.int32)
+        in_a = (share + items_a) // tl.num_programs(0) > item
     part_rows = part_rows.to(tl.int64)
     q_strides = (q_stride_n, q_stride_h, q_stride_m)
     out_strides = (out_stride_n, out_stride_h, out_stride_m)
@@ -196,7 +193,7 @@ def attend_parts(
         mask_b, mask_stride_n_b, mask_stride_h_b, mask_stride_m_b, mask_stride_k_b, positions_b,
         positions_stride_n_b, positions_stride_m_b, kv_start_b, window_b, kv_lens_b,
     )  # fmt: skip
-    if item < items_a:
+    if in_a:
         row_blocks = tl.cdiv(rows_a, BLOCK_M_a)
         row_block = item % row_blocks
         split = (item // row_blocks) % splits_a
@@ -213,8 +210,8 @@ def attend_parts(
             q_tile, state, row_info, owner, kv_row, kv_head, low, high, kv_len_a,
             scale, softcap, slopes, keys_a, seen_a, k_scale_a, v_scale_a,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, MASK_a, POSITIONS_a, WINDOW_a, LENS_a,
-            PAGED_a, SCALED_a, SOFTCAP, ALIBI, PRECISION, K_STEP_a, V_STEP_a, STAGES_a,
-            False,
+            PAGED_a, SCALED_a, SOFTCAP, ALIBI, FOLD and MASK_a != 2 and not SCALED_a, PRECISION, K_STEP_a,
+            V_STEP_a, STAGES_a, False,
         )  # fmt: skip
         if TAIL:
             owner = (row_info[1] - kv_row * branches_a) // branches_b
@@ -223,31 +220,18 @@ def attend_parts(
                 q_tile, state, row_info, owner, kv_row * ratio, kv_head, 0, tail, kv_len_b,
                 scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-                PAGED_b, SCALED_b, SOFTCAP, ALIBI, PRECISION, K_STEP_b, V_STEP_b, STAGES_b,
-                True,
+                PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD and MASK_b != 2 and not SCALED_b, PRECISION, K_STEP_b,
+                V_STEP_b, STAGES_b, True,
             )  # fmt: skip
         o, lse = result_of(state)
         row = row_numbers(row_info, heads, q_len)
-        if FINISH == DIRECT:
+        if DIRECT:
             write_final(o, lse, row_info, row, sink_info, out, out_strides, lse_out, D_V, SINKS)
         else:
-            write_partial(
-                o, lse, split_base_a + split, row_info, row, o_part, lse_part, part_rows, D_V
-            )
-        if FINISH == WAIT:
-            arrive(counters + pair * row_blocks + row_block, 1)
-        if FINISH == LAST:
-            counter = counters + pair * row_blocks + row_block
-            if arrive(counter, 1) == splits_a - 1:
-                tl.store(counter, 0)
-                state = empty_state(BLOCK_M_a, PAD_V)
-                o, lse = result_of(state)
-                o, lse = merge_splits(
-                    o, lse, 0, splits_a, row_info, row, o_part, lse_part, part_rows, D_V
-                )
-                write_final(o, lse, row_info, row, sink_info, out, out_strides, lse_out, D_V, SINKS)
+            split += split_base_a
+            write_partial(o, lse, split, row_info, row, o_part, lse_part, part_rows, D_V)
     elif SLOTS == 2:
-        item -= items_a
+        item = program - item
         row_blocks = tl.cdiv(rows_b, BLOCK_M_b)
         row_block = item % row_blocks
         split = (item // row_blocks) % splits_b
@@ -266,42 +250,10 @@ def attend_parts(
             q_tile_b, state_b, row_info_b, owner_b, kv_row, kv_head, low, high, kv_len_b,
             scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-            PAGED_b, SCALED_b, SOFTCAP, ALIBI, PRECISION, K_STEP_b, V_STEP_b, STAGES_b,
-            False,
+            PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD and MASK_b != 2 and not SCALED_b, PRECISION, K_STEP_b,
+            V_STEP_b, STAGES_b, False,
         )  # fmt: skip
         o_b, lse_b = result_of(state_b)
         row_b = row_numbers(row_info_b, heads, q_len)
-        if FINISH == WAIT:
-            # The rows of this tile as slot a packs them, and its tiles that hold them.
-            first = (kv_row % ratio) * rows_b + row_block * BLOCK_M_b
-            last = tl.minimum(first + BLOCK_M_b, (kv_row % ratio + 1) * rows_b) - 1
-            blocks_a = tl.cdiv(rows_a, BLOCK_M_a)
-            tile = (kv_row // ratio * kv_heads + kv_head) * blocks_a
-            for block in range(first // BLOCK_M_a, last // BLOCK_M_a + 1):
-                wait_for(counters + tile + block, splits_a)
-            o_b, lse_b = merge_splits(
-                o_b, lse_b, 0, splits_a, row_info_b, row_b, o_part, lse_part, part_rows, D_V
-            )
-            write_final(
-                o_b, lse_b, row_info_b, row_b, sink_info, out, out_strides, lse_out, D_V, SINKS
-            )
-            for block in range(first // BLOCK_M_a, last // BLOCK_M_a + 1):
-                low_row = tl.maximum(first, block * BLOCK_M_a)
-                high_row = tl.minimum(last + 1, (block + 1) * BLOCK_M_a)
-                in_tile = tl.minimum(BLOCK_M_a, rows_a - block * BLOCK_M_a)
-                done = counters + tiles_a + tile + block
-                if arrive(done, high_row - low_row) == in_tile - (high_row - low_row):
-                    tl.store(done, 0)
-                    tl.store(counters + tile + block, 0)
-        else:
-            write_partial(
-                o_b,
-                lse_b,
-                split_base_b + split,
-                row_info_b,
-                row_b,
-                o_part,
-                lse_part,
-                part_rows,
-                D_V,
-            )
+        split += split_base_b
+        write_partial(o_b, lse_b, split, row_info_b, row_b, o_part, lse_part, part_rows, D_V)

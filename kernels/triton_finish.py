@@ -1,10 +1,7 @@
-"""How the partial results of `triton_attend.py` are written and completed.
+"""How the results of `triton_attend.py` are written.
 
 A partial result is (o, lse) of a tile, lse in units of log2. In the buffers of partials row i of
 [N, Hq, M] of split s is at o_part[s, i, :] and lse_part[s, i], lse in natural logarithms.
-
-Two counters a tile tell other programs how far it is: [0, tiles) splits written, [tiles, 2 tiles)
-rows merged. They are zero before a launch, and the launch leaves them zero.
 """
 
 from __future__ import annotations
@@ -60,45 +57,3 @@ def write_final(o, lse, rows, row, sinks, out, strides, lse_out, D: tl.constexpr
     ok = row_ok[:, None] & (d < D)[None, :]
     tl.store(out + at[:, None] + d[None, :], o.to(out.dtype.element_ty), mask=ok)
     tl.store(lse_out + row, lse * LN2, mask=row_ok)
-
-
-@triton.jit
-def arrive(counter, amount):
-    """Add to a counter after all that this program has stored; returns its value before."""
-    tl.debug_barrier()  # the stores of all threads come before the one thread that adds
-    return tl.atomic_add(counter, amount, sem="acq_rel", scope="gpu")
-
-
-@triton.jit
-def wait_for(counter, amount):
-    """Return when a counter has reached `amount`, with all that was stored before."""
-    seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-    while seen < amount:
-        seen = tl.atomic_add(counter, 0, sem="acquire", scope="gpu")
-
-
-@triton.jit
-def merge_splits(o, lse, first, splits, rows, row, o_part, lse_part, part_rows, D: tl.constexpr):
-    """(o, lse) merged with the splits [first, splits) of the same rows, in order."""
-    d = tl.arange(0, o.shape[1])
-    ok = rows[0][:, None] & (d < D)[None, :]
-    total = tl.where(lse == float("-inf"), 0.0, tl.full(lse.shape, 1.0, tl.float32))
-    o = o * total[:, None]
-    top = lse
-    for split in range(first, splits):
-        at = tl.full([], split, tl.int64) * part_rows + row
-        # Written by other programs of this launch: read past the cache of this multiprocessor.
-        part = tl.load(lse_part + at, mask=rows[0], other=float("-inf"), cache_modifier=".cg")
-        o_split = tl.load(
-            o_part + at[:, None] * D + d[None, :], mask=ok, other=0.0, cache_modifier=".cg"
-        )
-        part = part * LOG2E
-        new_top = tl.maximum(top, part)
-        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(part - reference)
-        shrink = tl.exp2(top - reference)
-        o = o * shrink[:, None] + tl.where(weight[:, None] == 0, 0.0, o_split * weight[:, None])
-        total = total * shrink + weight
-        top = new_top
-    total = tl.where(total == 0, 1.0, total)
-    return o / total[:, None], top + tl.log2(total)

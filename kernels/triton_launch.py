@@ -18,9 +18,7 @@ from torch.library import wrap_triton
 
 from torch_cascade.kernels.cpu_attend import known
 from torch_cascade.kernels.launch_config import (
-    COUNTERS,
     DeviceLimits,
-    Finish,
     LaunchConfig,
     SlotConfig,
     SlotShape,
@@ -158,7 +156,7 @@ def attend_merge(
     for pair, config in zip(pairs, configs, strict=True):
         _launch_attend(call, pair, config, buffers, base)
         base += config.splits
-    if configs[0].finish is Finish.PARTIAL:
+    if not configs[0].direct:
         _launch_merge(call, buffers, splits)
     return buffers.out.permute([list(out_order).index(dim) for dim in range(4)]), buffers.lse
 
@@ -184,15 +182,8 @@ def _config(
     limits = device_limits(call.q.device)
     if batch_invariant:
         return invariant_config(shapes, widths, limits)
-    whole = launches == 1 and _is_static(call, pair)
     nested = len(pair) == 2 and known(pair[1].kv_rows % pair[0].kv_rows == 0)
-    return attend_config(shapes, widths, limits, alone=whole, nested=nested)
-
-
-def _is_static(call: _Call, pair: Sequence[KeyPart]) -> bool:
-    """Whether the number of row tiles is a number: only then is the size of `counters` enough."""
-    sizes = [call.heads, call.m, *(p.branches for p in pair), *(p.kv_rows for p in pair)]
-    return all(isinstance(size, int) for size in sizes)
+    return attend_config(shapes, widths, limits, alone=launches == 1, nested=nested)
 
 
 class _Call(NamedTuple):
@@ -255,7 +246,6 @@ class _Buffers(NamedTuple):
     out: Tensor
     out_strides: tuple[Size, ...]
     lse: Tensor
-    counters: Tensor
 
 
 def _buffers(
@@ -270,15 +260,12 @@ def _buffers(
     out = q.new_empty([sizes[dim] for dim in order], dtype=dtype)
     lse = q.new_empty(sizes[:3], dtype=torch.float32)
     strides = out.permute([list(order).index(dim) for dim in range(4)]).stride()[:3]
-    if configs[0].finish is Finish.DIRECT:
+    if configs[0].direct:
         o_part, lse_part = out, lse  # never written
     else:
         o_part = q.new_empty((splits, *sizes), dtype=torch.float32)
         lse_part = q.new_empty((splits, *sizes[:3]), dtype=torch.float32)
-    counters = lse
-    if configs[0].finish in (Finish.LAST, Finish.WAIT):
-        counters = q.new_zeros((COUNTERS,), dtype=torch.int32)
-    return _Buffers(o_part, lse_part, out, strides, lse, counters)
+    return _Buffers(o_part, lse_part, out, strides, lse)
 
 
 def device_limits(device: torch.device) -> DeviceLimits:
@@ -344,9 +331,8 @@ def _launch_attend(
     items = [_items(call, part, slot) for part, slot in slots]
     arguments |= {
         "items_a": items[0],
-        "tiles_a": _tiles(call, *a),
         "ratio": b[0].kv_rows // a[0].kv_rows if two else 1,
-        "FINISH": config.finish.value,
+        "DIRECT": config.direct,
         "SLOTS": 2 if two and not config.tail else 1,
         "TAIL": config.tail,
     }
@@ -358,13 +344,9 @@ def _launch_attend(
     )
 
 
-def _tiles(call: _Call, part: KeyPart, slot: SlotConfig) -> Size:
-    row_blocks = (_rows(call, part) + slot.block_m - 1) // slot.block_m
-    return part.kv_rows * call.kv_heads * row_blocks
-
-
 def _items(call: _Call, part: KeyPart, slot: SlotConfig) -> Size:
-    return _tiles(call, part, slot) * slot.splits
+    row_blocks = (_rows(call, part) + slot.block_m - 1) // slot.block_m
+    return part.kv_rows * call.kv_heads * row_blocks * slot.splits
 
 
 def _shared_arguments(call: _Call, config: LaunchConfig, buffers: _Buffers) -> dict[str, Any]:
@@ -376,7 +358,6 @@ def _shared_arguments(call: _Call, config: LaunchConfig, buffers: _Buffers) -> d
         "lse_part": buffers.lse_part,
         "out": buffers.out,
         "lse_out": buffers.lse,
-        "counters": buffers.counters,
         "sinks": q if sinks is None else sinks,
         "heads": call.heads,
         "kv_heads": call.kv_heads,
@@ -401,6 +382,7 @@ def _shared_arguments(call: _Call, config: LaunchConfig, buffers: _Buffers) -> d
         "PAD_V": padded(call.d_v),
         "SOFTCAP": call.softcap is not None,
         "ALIBI": slopes is not None,
+        "FOLD": call.scale > 0 and call.softcap is None and slopes is None,
         "SINKS": sinks is not None,
         "PRECISION": _precision(q.dtype),
     }

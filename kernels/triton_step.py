@@ -135,6 +135,7 @@ def attend_run(
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
+    FOLD: tl.constexpr,
     PRECISION: tl.constexpr,
     K_STEP: tl.constexpr,
     V_STEP: tl.constexpr,
@@ -143,6 +144,8 @@ def attend_run(
 ):
     """The state (top, total, acc) of a tile after the keys [low, high) of KV row kv_row.
 
+    FOLD: a positive scale is applied together with the subtraction of the maximum; only where
+    nothing else is added to the scores.
     GROUPED: the keys of the KV rows kv_row, kv_row + 1, ... stand one after another, kv_len each,
     and a query row sees those of the KV row kv_row + owner only.
     """
@@ -168,6 +171,7 @@ def attend_run(
         if ALIBI:
             slope = tl.load(slopes + head, mask=row_ok, other=0.0) * LOG2E
 
+    factor = scale * LOG2E
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_N)
         in_range = key < high
@@ -186,8 +190,8 @@ def attend_run(
 
         if SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-        else:
-            scores = scores * (scale * LOG2E)
+        elif not FOLD:
+            scores = scores * factor
         if ALIBI:
             scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
         if MASK != 0:
@@ -207,10 +211,14 @@ def attend_run(
         elif start + BLOCK_N > high:
             scores = tl.where(in_range[None, :], scores, float("-inf"))
 
-        new_top = tl.maximum(top, tl.max(scores, 1))
+        highest = tl.max(scores, 1) * factor if FOLD else tl.max(scores, 1)
+        new_top = tl.maximum(top, highest)
         # A row that has seen no key yet: any finite reference keeps its weights at 0.
         reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - reference[:, None])
+        if FOLD:
+            weights = tl.exp2(scores * factor - reference[:, None])
+        else:
+            weights = tl.exp2(scores - reference[:, None])
         shrink = tl.exp2(top - reference)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
