@@ -16,11 +16,16 @@ def describe_segment(segment: Segment, mask: SegmentMask) -> SegmentRecord:
     base = segment.k.base
     return SegmentRecord(
         keys=f"[{segment.start}, {segment.start + segment.length})",
-        base=f"{base.name} {list(shape(base))}",
+        base=f"{base.name} {list(shape(base))}{_looked_up(segment)}",
         rows=describe_rows(segment),
         branches=str(segment.branches),
         mask=describe_mask(mask),
     )
+
+
+def _looked_up(segment: Segment) -> str:
+    pages = segment.k.pages
+    return "" if pages is None else f" by pages {pages.table.name} {list(shape(pages.table))}"
 
 
 def describe_shapes(site: AttentionSite) -> str:
@@ -63,6 +68,8 @@ def describe_mask(mask: SegmentMask) -> str:
     said = [f"{t.kind} {t.node.name}" for t in mask.terms]
     if mask.q_offset is not None:
         said.append(f"key <= query + {mask.q_offset}")
+    if mask.limit is not None:
+        said.append(str(mask.limit))
     if mask.window is not None:
         said.append(f"window {mask.window}")
     return ", ".join(said) or "all visible"

@@ -12,7 +12,7 @@ from torch import fx
 
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, tensor
 from torch_cascade.passes.axes import Digit
-from torch_cascade.passes.emit_keys import emit_keys, padded
+from torch_cascade.passes.emit_keys import emit_keys, key_lengths, padded
 from torch_cascade.passes.emit_merge import Partial, merged, nan_where_empty
 from torch_cascade.passes.layout import laid_out
 from torch_cascade.passes.plan import CascadePlan, Part
@@ -87,6 +87,9 @@ def _attend(
     mask = padded(emit, _one_mask(emit, terms), part, keys)
     options: dict[str, Any] = {"branches": part.segments[0].branches, "scale": scale}
     options |= keys.options
+    lengths = key_lengths(emit, part, keys)
+    if lengths is not None:
+        options["kv_lens"] = lengths
     if part.mask.q_offset is not None:
         options["q_positions"] = _positions(emit, site, part.mask.q_offset)
     if part.mask.window is not None:

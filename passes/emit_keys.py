@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_cascade.compiler.graph import Emitter, Size, product, shape, tensor
-from torch_cascade.passes.axes import ONE, Digit, Dim, Dims
+from torch_cascade.compiler.graph import Emitter, Size, shape, tensor
+from torch_cascade.passes.arrange import arranged
+from torch_cascade.passes.axes import ONE, Digit, Dim
 from torch_cascade.passes.fp8 import Scale
+from torch_cascade.passes.key_limits import emit_limit
 from torch_cascade.passes.pages import Pages, page_size, same_pages
 from torch_cascade.passes.pieces import Piece
 from torch_cascade.passes.plan import Part
@@ -47,9 +49,7 @@ def emit_keys(emit: Emitter, part: Part) -> Keys:
     length = part.length
     if paged(first, emit):
         length = first.k.stored_length
-        options["page_table"] = table = _page_table(emit, first.k)
-        if first.k.keys is not None:
-            options["kv_lens"] = _lengths(emit, table, first.k.keys)
+        options["page_table"] = _page_table(emit, first.k)
         k, v = _pool(emit, first.k), _pool(emit, first.v)
     else:
         k, v = _dense(emit, first.k), _dense(emit, first.v)
@@ -84,11 +84,15 @@ def padded(emit: Emitter, mask: fx.Node | None, part: Part, keys: Keys) -> fx.No
     return emit.call(aten.constant_pad_nd.default, mask, [0, more], 0)
 
 
-def _lengths(emit: Emitter, table: fx.Node, keys: Size) -> fx.Node:
-    """One number of keys for every row of a table: int64 [rows]."""
-    device = tensor(table).device
-    rows = [shape(table)[0]]
-    return emit.call(aten.full.default, rows, keys, dtype=torch.int64, device=device)
+def key_lengths(emit: Emitter, part: Part, keys: Keys) -> fx.Node | None:
+    """How many keys each KV row has: int32 or int64 [rows]; None where it has all of them."""
+    limit = None if part.mask.limit is None else emit_limit(emit, part.mask.limit)
+    if emit.sizes.equal(keys.length, part.length):
+        return limit
+    device = tensor(keys.k).device
+    rows = [part.segments[0].rows]
+    whole = emit.call(aten.full.default, rows, part.length, dtype=torch.int64, device=device)
+    return whole if limit is None else emit.call(aten.minimum.default, limit, whole)
 
 
 def _joined(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
@@ -100,8 +104,8 @@ def _joined(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
 def _dense(emit: Emitter, piece: Piece) -> fx.Node:
     """A piece as [rows, heads, keys, d], in the dtype it is stored in."""
     if piece.pages is None:
-        return _arranged(emit, piece.base, piece.dims, "nhkd")
-    table = _arranged(emit, piece.pages.table, piece.pages.dims, "nk")
+        return arranged(emit, piece.base, piece.dims, "nhkd")
+    table = arranged(emit, piece.pages.table, piece.pages.dims, "nk")
     pages = emit.call(aten.index.Tensor, _pool(emit, piece), [table])
     rows, columns, heads, size, width = shape(pages)
     pages = emit.call(aten.permute.default, pages, [0, 2, 1, 3, 4])
@@ -118,14 +122,14 @@ def _pool(emit: Emitter, piece: Piece) -> fx.Node:
     # The blocks stand where rows do, so that one function arranges both.
     blocks = Dim((Digit("n", ONE, shape(piece.base)[axis]),))
     dims = (*piece.dims[:axis], blocks, *piece.dims[axis + 1 :])
-    return _arranged(emit, piece.base, dims, "nhkd")
+    return arranged(emit, piece.base, dims, "nhkd")
 
 
 def _page_table(emit: Emitter, piece: Piece) -> fx.Node:
     """The table as [rows, pages] without negative entries, which count from the end in torch."""
     pages: Pages | None = piece.pages
     assert pages is not None
-    table = _arranged(emit, pages.table, pages.dims, "nk")
+    table = arranged(emit, pages.table, pages.dims, "nk")
     negative = emit.call(aten.lt.Scalar, table, 0)
     blocks = shape(piece.base)[pages.axis]
     from_end = emit.call(aten.add.Tensor, table, blocks)
@@ -155,30 +159,8 @@ def _scale(emit: Emitter, scale: Scale, heads: Size) -> fx.Node:
     node = scale.factor
     if tensor(node).dtype != torch.float32:
         node = emit.call(prims.convert_element_type.default, node, torch.float32)
-    node = _arranged(emit, node, scale.dims, "h")
+    node = arranged(emit, node, scale.dims, "h")
     if any(dim.digits for dim in scale.dims):
         return node
     spread = emit.call(aten.expand.default, node, [heads])
     return emit.call(aten.clone.default, spread, memory_format=torch.contiguous_format)
-
-
-def _arranged(emit: Emitter, node: fx.Node, dims: Dims, axes: str) -> fx.Node:
-    """A base as a tensor with one dim an axis: sliced, split into digits, sorted, joined."""
-    for index, (dim, size) in enumerate(zip(dims, shape(node), strict=True)):
-        if dim.offset != 0 or not emit.sizes.equal(dim.extent, size):
-            end = dim.offset + dim.extent
-            node = emit.call(aten.slice.Tensor, node, index, dim.offset, end)
-    digits = [digit for dim in dims for digit in dim.digits]
-    hint = emit.sizes.hint
-    wanted = [
-        sorted((d for d in digits if d.axis == axis), key=lambda d: -(hint(d.stride) or 0))
-        for axis in axes
-    ]
-    if [list(dim.digits) for dim in dims] == wanted:
-        return node
-    order = [digits.index(d) for group in wanted for d in group]
-    if any(len(dim.digits) != 1 for dim in dims):
-        node = emit.call(aten.reshape.default, node, [d.size for d in digits])
-    if order != sorted(order):
-        node = emit.call(aten.permute.default, node, order)
-    return emit.call(aten.reshape.default, node, [product(d.size for d in g) for g in wanted])

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
+from torch_cascade.passes.key_limits import KeyLimit, Rows, limit_of
 from torch_cascade.passes.mask_bounds import Bounds, bound_of, edges, vacuous
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_rules import aligned
@@ -38,6 +39,7 @@ from torch_cascade.passes.predicate import (
     Tree,
     apply,
     both,
+    given,
     if_else,
     leaves,
     substitute,
@@ -58,6 +60,7 @@ class SegmentMask:
         q_offset: not None: key j (0-based within the segment) is visible to query i only if
             j <= i + q_offset.
         window: not None: and only if j > i + q_offset - window.
+        limit: not None: and only if j is below a number that is data, one for each KV row.
         rows_see_a_key: proved: every query row sees a key of this segment, for all admitted sizes.
         hidden: proved: no query sees any key of it, so the segment can be dropped.
     """
@@ -65,6 +68,7 @@ class SegmentMask:
     terms: tuple[MaskTerm, ...] = ()
     q_offset: Size | None = None
     window: Size | None = None
+    limit: KeyLimit | None = None
     rows_see_a_key: bool = False
     hidden: bool = False
 
@@ -79,8 +83,12 @@ class MaskReader:
         self._scores: dict[AttentionSite, Scores] = {}
         self._ancestors: dict[fx.Node, set[fx.Node]] = {}
 
-    def segment(self, site: AttentionSite, start: Size, length: Size) -> SegmentMask:
+    def segment(
+        self, site: AttentionSite, start: Size, length: Size, rows: Rows | None = None
+    ) -> SegmentMask:
         """What is proved of the keys [start, start + length), and the terms that remain.
+
+        With `rows`, the KV rows of the segment, one number of keys a row is looked for as well.
 
         Example:
             For `mask = arange(K)[None] <= arange(Q)[:, None] + P` the keys [0, P) have no terms
@@ -91,7 +99,8 @@ class MaskReader:
         local = self._local(scores, box)
         if any(tree is Sight.HIDDEN for _, tree in local):
             return SegmentMask(hidden=True)
-        bounds, terms = self._split(scores, local)
+        limit, unlimited = self._limited(site, scores, local, start, rows)
+        bounds, terms = self._split(scores, unlimited)
         if bounds.high is None and bounds.low is not None:
             high = vacuous(self._read, scores, box, start + length - 1).high
             bounds = Bounds(bounds.low, high)
@@ -101,6 +110,7 @@ class MaskReader:
             terms=terms,
             q_offset=None if bounds.high is None else sympy.expand(bounds.high - start),
             window=bounds.window,
+            limit=limit,
             rows_see_a_key=self._sees(scores, [tree for _, tree in local], start, length),
         )
 
@@ -150,6 +160,28 @@ class MaskReader:
 
     def _local(self, scores: Scores, box: Box) -> list[tuple[MaskTerm | None, Tree]]:
         return [(term, self._prover.restrict(tree, box)) for term, tree in scores.terms]
+
+    def _limited(
+        self,
+        site: AttentionSite,
+        scores: Scores,
+        local: list[tuple[MaskTerm | None, Tree]],
+        start: Size,
+        rows: Rows | None,
+    ) -> tuple[KeyLimit | None, list[tuple[MaskTerm | None, Tree]]]:
+        """The first condition that limits the keys of each KV row, and what is left of the masks.
+
+        A row of huge finite values counts its keys by their masks, so those stay whole.
+        """
+        if rows is None or not self.finite(site):
+            return None, local
+        for at, (term, tree) in enumerate(local):
+            for condition in conjunction(tree)[0]:
+                limit = limit_of(self._read, scores, condition, start, rows)
+                if limit is not None and tensor(limit.node).device == tensor(site.q.node).device:
+                    rest = given(tree, condition.atom, condition.then is True)
+                    return limit, [*local[:at], (term, rest), *local[at + 1 :]]
+        return None, local
 
     def _split(
         self, scores: Scores, local: Sequence[tuple[MaskTerm | None, Tree]]
@@ -234,7 +266,8 @@ class MaskReader:
     def _visible_at(self, scores: Scores, tree: Tree, key: Size, box: Box) -> bool:
         if isinstance(scores.key, sympy.Symbol):
             tree = substitute(tree, self._read.atoms, scores.key, key)
-        return self._prover.restrict(tree, box, shorten=False) is Sight.VISIBLE
+        seen = self._prover.restrict(tree, box, shorten=False)
+        return seen is Sight.VISIBLE or seen is Sight.SHIFTED
 
 
 def _shown(tree: Tree) -> Tree | None:

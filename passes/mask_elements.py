@@ -84,6 +84,10 @@ class Elements:
         """True iff an integer expression depends on tensor data."""
         return not expr.free_symbols.isdisjoint(self._unknowns.values())
 
+    def datum_of(self, symbol: Size) -> tuple[fx.Node, Index]:
+        """The tensor and the index whose element an unknown integer is."""
+        return next(place for place, known in self._unknowns.items() if known == symbol)
+
     def _symbol(self, name: str) -> sympy.Symbol:
         return sympy.Symbol(f"{name}#{len(self.box)}", integer=True)
 

@@ -11,6 +11,7 @@ from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.devices import no_kernel
+from torch_cascade.passes.key_limits import Rows
 from torch_cascade.passes.layout import output_order
 from torch_cascade.passes.mask import MaskReader, SegmentMask
 from torch_cascade.passes.prefix import Segment, batch_size, segments
@@ -133,7 +134,8 @@ def _parts(
     parts: list[Part] = []
     for group in groups:
         length = sum((s.length for s in group), sympy.Integer(0))
-        mask = reader.segment(site, group[0].start, length)
+        rows = Rows(group[0].kept, batch_size(site))
+        mask = reader.segment(site, group[0].start, length, rows)
         if not mask.hidden:
             parts.append(Part(tuple(group), mask))
     return tuple(parts)

@@ -2,64 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
-from support.backend import eager_cascade, last_compilation
-from support.capture import joint_graph
-from support.tolerance import assert_close_to_reference
+from support.paged import (
+    BLOCKS,
+    PAGE,
+    B,
+    Build,
+    D,
+    H,
+    N,
+    P,
+    T,
+    Tensors,
+    attends,
+    attention,
+    check,
+    hnd,
+    nhd,
+    tensors,
+    values_of,
+)
 
-from torch_cascade.compiler.capture import capture
-from torch_cascade.compiler.graph import Sizes, tensor
-from torch_cascade.compiler.options import Options
-from torch_cascade.compiler.pass_base import PassContext
-from torch_cascade.compiler.record import Compilation
-from torch_cascade.passes.cascade import CascadePass
-
-# Pairwise distinct: requests, branches, KV heads, heads in a group, page size, pages of a prefix
-# and of a suffix, queries, head size, blocks.
-B, T, H, G, PAGE, P, S, M, D, BLOCKS = 2, 3, 5, 4, 8, 9, 1, 7, 16, 40
-N = B * T
-Tensors = dict[str, torch.Tensor]
-Build = Callable[[Tensors, str], torch.Tensor]
-ATTEND = torch.ops.cascade.attend.default
-
-
-def tensors(page: int = PAGE, pages: int = P, suffix: int = S, dtype=torch.float32) -> Tensors:
-    """Pools in several layouts with the same content, and tables of distinct pages.
-
-    Every page of the pool is as loud as those that are used: reading a wrong one is seen.
-    """
-    blocks = max(BLOCKS, B * pages + N * suffix)
-    order = torch.randperm(blocks)
-    made = {
-        "q": torch.randn(N, H * G, M, D, dtype=dtype) * 3,
-        "table": order[: B * pages].view(B, pages).to(torch.int32),
-        "suffix": order[B * pages : B * pages + N * suffix].view(N, suffix).to(torch.int32),
-        "lens": torch.tensor([pages * page - 3, max(pages * page - page - 1, 1)]),
-        "suffix_lens": torch.arange(N, dtype=torch.int32) % (suffix * page) + 1,
-    }
-    for which in "kv":
-        pool = torch.randn(blocks, page, H, D, dtype=dtype)
-        made |= {
-            f"nhd_{which}": pool,
-            f"hnd_{which}": pool.transpose(1, 2).contiguous(),
-            f"flat_{which}": pool.view(blocks * page, H, D),
-            f"merged_{which}": pool.view(blocks, page, H * D),
-            f"layers_{which}": torch.stack([pool + 1, pool], 1),
-        }
-    return made
-
-
-def nhd(pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return pool[table].flatten(1, 2).transpose(1, 2)
-
-
-def hnd(pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return pool[table].transpose(1, 2).flatten(2, 3)
+from torch_cascade.compiler.graph import tensor
 
 
 def sequence(build: Build) -> Build:
@@ -149,42 +116,6 @@ SHARED: dict[str, tuple[Build, int | None]] = {
 }
 
 
-def attention(k: Build, v: Build | None = None) -> Callable[..., torch.Tensor]:
-    names = sorted(tensors())
-
-    def run(*values: torch.Tensor) -> torch.Tensor:
-        t = dict(zip(names, values, strict=True))
-        return F.scaled_dot_product_attention(t["q"], k(t, "k"), (v or k)(t, "v"), enable_gqa=True)
-
-    return run
-
-
-def attends(fn: Callable[..., Any], values: Sequence[torch.Tensor], dynamic=None) -> list[Any]:
-    """The `attend` calls of the rewritten graph."""
-    graph = joint_graph(fn, *values, prepare=capture, dynamic=dynamic).graph
-    sizes = Sizes.of(graph, may_guard=True)
-    context = PassContext(sizes, Options(decide="always", strict=True), Compilation())
-    CascadePass().apply(graph, context)
-    graph.eliminate_dead_code()
-    return list(graph.find_nodes(op="call_function", target=ATTEND))
-
-
-def values_of(t: Tensors) -> list[torch.Tensor]:
-    return [t[name] for name in sorted(t)]
-
-
-def check(fn: Callable[..., torch.Tensor], values: Sequence[torch.Tensor], dynamic=None) -> None:
-    """The compiled function is as close to float64 as eager is, and was rewritten."""
-    torch._dynamo.reset()
-    backend = eager_cascade(decide="always", verify=True, strict=True)
-    with torch.no_grad():
-        actual = torch.compile(fn, backend=backend, dynamic=dynamic)(*values)
-        eager = fn(*values)
-        reference = fn(*(v.double() if v.is_floating_point() else v for v in values))
-    assert all(site.rewritten for site in last_compilation().sites), last_compilation().sites
-    assert_close_to_reference(actual, eager, reference)
-
-
 @pytest.mark.parametrize("dynamic", [None, True])
 @pytest.mark.parametrize("name", SHARED)
 def test_the_prefix_is_read_by_its_table(name: str, dynamic: bool | None) -> None:
@@ -220,3 +151,106 @@ def test_page_sizes(page: int, pages: int, layout: Callable[..., torch.Tensor]) 
     prefix, _ = attends(attention(build), values)
     assert tensor(prefix.args[1]).shape[2] == page
     check(attention(build), values)
+
+
+def shared(pool: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    return nhd(pool, table.repeat_interleave(T, 0))
+
+
+def page_minor(t: Tensors, w: str) -> torch.Tensor:
+    """Key j is slot j // P of page j % P."""
+    pages = t[f"nhd_{w}"][t["table"]]
+    keys = pages.transpose(1, 2).flatten(1, 2).transpose(1, 2)
+    return keys.repeat_interleave(T, 0)
+
+
+def split_features(t: Tensors, w: str) -> torch.Tensor:
+    """A pool [blocks, H, D / 4, page, 4], as old kernels want it: no view of it is [page, D]."""
+    pool = t[f"hnd_{w}"].unflatten(3, (D // 4, 4)).permute(0, 1, 3, 2, 4).contiguous()
+    pages = pool[t["table"]]
+    keys = pages.permute(0, 2, 1, 4, 3, 5).flatten(2, 3).flatten(3, 4)
+    return keys.repeat_interleave(T, 0)
+
+
+def other_table(t: Tensors, w: str) -> torch.Tensor:
+    table = t["table"] if w == "k" else t["table"].flip(1)
+    return shared(t[f"nhd_{w}"], table)
+
+
+def other_end(t: Tensors, w: str) -> torch.Tensor:
+    keys = nhd(t[f"nhd_{w}"], t["table"])
+    return (keys[:, :, :-2] if w == "k" else keys[:, :, 2:]).repeat_interleave(T, 0)
+
+
+def fewer_blocks(t: Tensors, w: str) -> torch.Tensor:
+    """A negative entry means another block in a pool of another size."""
+    pool = t[f"nhd_{w}"] if w == "k" else t[f"nhd_{w}"][:-1]
+    return shared(pool, -1 - t["table"].flip(0).remainder(BLOCKS - 1))
+
+
+NOT_PAGED: dict[str, Build] = {
+    "page is the minor digit of the key": page_minor,
+    "features in two dims": split_features,
+    "K and V have tables of their own": other_table,
+    "K and V use other ends of the last page": other_end,
+    "K and V have pools of other sizes": fewer_blocks,
+}
+
+
+@pytest.mark.parametrize("name", NOT_PAGED)
+def test_look_alikes_are_gathered(name: str) -> None:
+    """Read as the tensor that the lookup makes, still shared where that is proved."""
+    build, values = NOT_PAGED[name], values_of(tensors())
+    prefix = attends(attention(sequence(build)), values)[0]
+    assert "page_table" not in prefix.kwargs
+    check(attention(sequence(build)), values)
+
+
+def test_one_table_computed_twice() -> None:
+    def build(t: Tensors, w: str) -> torch.Tensor:
+        return shared(t[f"nhd_{w}"], t["table"].clamp(min=3))
+
+    prefix, _ = attends(attention(sequence(build)), values_of(tensors()))
+    assert "page_table" in prefix.kwargs
+
+
+def test_repeat_order() -> None:
+    def build(t: Tensors, w: str) -> torch.Tensor:
+        return nhd(t[f"nhd_{w}"], t["table"].repeat(T, 1))
+
+    values = values_of(tensors())
+    prefix, _ = attends(attention(sequence(build)), values)
+    assert tensor(prefix.kwargs["page_table"]).shape == (B, P)
+    check(attention(sequence(build)), values)
+
+
+def test_converted_pages_are_gathered_once_a_request() -> None:
+    """A pool of another precision would have to be converted whole: its pages are, for B rows."""
+
+    def build(t: Tensors, w: str) -> torch.Tensor:
+        half = t[f"nhd_{w}"].to(torch.bfloat16)
+        return torch.cat([shared(half, t["table"]).float(), nhd(half, t["suffix"]).float()], 2)
+
+    values = values_of(tensors())
+    prefix, _ = attends(attention(build), values)
+    assert "page_table" not in prefix.kwargs
+    assert tensor(prefix.args[1]).shape == (B, H, P * PAGE, D)
+
+
+@pytest.mark.parametrize("queries", [1, 7])
+def test_pool_written_in_the_same_graph(queries: int) -> None:
+    """New tokens go to the branch's own page first, as in a decode step."""
+    names = sorted(tensors())
+
+    def run(*values: torch.Tensor) -> torch.Tensor:
+        t = dict(zip(names, values, strict=True))
+        for which in "kv":
+            slot = t["suffix_lens"] % PAGE
+            t[f"nhd_{which}"].index_put_((t["suffix"][:, 0], slot), t["q"][:, :H, 0])
+        t["q"] = t["q"][:, :, :queries]
+        fn = attention(sequence(lambda t, w: shared(t[f"nhd_{w}"], t["table"])))
+        return fn(*(t[name] for name in names))
+
+    values = values_of(tensors())
+    assert len(attends(run, [v.clone() for v in values])) == 2
+    check(run, values)

@@ -1,0 +1,135 @@
+"""Numbers of visible keys that are data: `arange(L) < lens[:, None]` read as one number a KV row.
+
+A padded prefix or the unused end of a page table is hidden by such a mask. Read as a limit, the
+keys behind it are not only hidden but never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Mod
+
+from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, tensor
+from torch_cascade.passes.arrange import arranged
+from torch_cascade.passes.axes import ONE, Digit, Dim, Dims, normalise, quotient, whole
+from torch_cascade.passes.mask_elements import Elements
+from torch_cascade.passes.mask_sight import Scores
+from torch_cascade.passes.predicate import Branch, Datum
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which KV rows a segment has: the digits of the batch row that choose one, major first."""
+
+    kept: tuple[Digit, ...]
+    batch: Size
+
+
+@dataclass(frozen=True)
+class KeyLimit:
+    """Key j of a segment (0-based) is visible only if j < number + shift.
+
+    Attributes:
+        node: an integer tensor that holds the numbers.
+        dims: how each of its dims is indexed by digits of n.
+        shift: a size.
+        major, minor: KV row (a * numbers + b) * minor + c reads number b, a < major, c < minor.
+    """
+
+    node: fx.Node
+    dims: Dims
+    shift: Size
+    major: Size = ONE
+    minor: Size = ONE
+
+    def __str__(self) -> str:
+        return f"key < {self.node.name}" + ("" if self.shift == 0 else f" + {self.shift}")
+
+
+def limit_of(
+    read: Elements, scores: Scores, condition: Branch, start: Size, rows: Rows
+) -> KeyLimit | None:
+    """A condition on keys from `start` on as a limit for each KV row, None if it is none."""
+    key = scores.key
+    if isinstance(condition.atom, Datum) or not isinstance(key, sympy.Symbol):
+        return None
+    expr = condition.atom.expr if condition.then else -condition.atom.expr - 1
+    last = sympy.expand(expr + key)  # visible iff key <= last
+    data = [symbol for symbol in last.free_symbols if read.is_data(symbol)]
+    if len(data) != 1:
+        return None
+    more = sympy.expand(last - data[0])
+    if more.free_symbols & read.box.keys():
+        return None  # it depends on key, query or head, or not on the number as it is
+    node, index = read.datum_of(data[0])
+    dims = _digits(index, scores.index[0], rows.batch, read.sizes)
+    spread = None if dims is None else _spread(dims, rows, read.sizes)
+    if dims is None or spread is None:
+        return None
+    return KeyLimit(node, dims, more + 1 - start, *spread)
+
+
+def _digits(index: tuple[Size, ...], row: Size, batch: Size, sizes: Sizes) -> Dims | None:
+    """Index expressions as digits of the batch row."""
+    found: list[Dim] = []
+    for expr in index:
+        if expr.is_number:
+            found.append(Dim((), expr))
+            continue
+        digit = _digit(expr, row, batch, sizes)
+        if digit is None:
+            return None
+        found.append(digit)
+    return tuple(found)
+
+
+def _digit(expr: Size, row: Size, batch: Size, sizes: Sizes) -> Dim | None:
+    """`row`, `row // c`, `row % c` or `row // c % d` as one digit."""
+    size: Size | None = None
+    stride: Size = ONE
+    if isinstance(expr, Mod):
+        expr, size = expr.args
+    if isinstance(expr, FloorDiv):
+        expr, stride = expr.args
+    if expr != row or row in stride.free_symbols or (size is not None and row in size.free_symbols):
+        return None
+    above = quotient(batch, stride, sizes)
+    if above is None or (size is not None and quotient(above, size, sizes) is None):
+        return None
+    return whole("n", above if size is None else size, stride)
+
+
+def _spread(dims: Dims, rows: Rows, sizes: Sizes) -> tuple[Size, Size] | None:
+    """(major, minor) of a limit of these dims; None where the rows are no finer than it."""
+    own = normalise([digit for dim in dims for digit in dim.digits], sizes)
+    total = product(digit.size for digit in rows.kept)
+    if not own:
+        return total, ONE
+    if len(own) != 1 or len(rows.kept) != 1:
+        return None
+    kept = rows.kept[0]
+    minor = quotient(own[0].stride, kept.stride, sizes)
+    major = None if minor is None else quotient(kept.size, minor * own[0].size, sizes)
+    return None if minor is None or major is None else (major, minor)
+
+
+def emit_limit(emit: Emitter, limit: KeyLimit) -> fx.Node:
+    """The limits as int32 or int64 [rows]."""
+    node = arranged(emit, limit.node, limit.dims, "n")
+    if tensor(node).dtype not in (torch.int32, torch.int64) or limit.shift != 0:
+        if tensor(node).dtype != torch.int64:
+            node = emit.call(prims.convert_element_type.default, node, torch.int64)
+        node = emit.call(aten.add.Tensor, node, limit.shift) if limit.shift != 0 else node
+    if limit.major == 1 and limit.minor == 1:
+        return node
+    (numbers,) = shape(node)
+    node = emit.call(aten.reshape.default, node, [1, numbers, 1])
+    spread = emit.call(aten.expand.default, node, [limit.major, numbers, limit.minor])
+    return emit.call(aten.reshape.default, spread, [limit.major * numbers * limit.minor])

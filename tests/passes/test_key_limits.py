@@ -1,0 +1,208 @@
+"""Numbers of keys that are data: read as one limit a KV row, or left as masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.paged import (
+    PAGE,
+    B,
+    M,
+    N,
+    P,
+    S,
+    T,
+    Tensors,
+    attends,
+    attention,
+    check,
+    nhd,
+    tensors,
+    values_of,
+)
+from torch import Tensor
+
+from torch_cascade.compiler.graph import tensor
+
+Mask = Callable[[Tensors], Tensor]
+PREFIX, SUFFIX = P * PAGE, S * PAGE
+
+
+def paged(t: Tensors, w: str) -> Tensor:
+    prefix = nhd(t[f"nhd_{w}"], t["table"].repeat_interleave(T, 0))
+    return torch.cat([prefix, nhd(t[f"nhd_{w}"], t["suffix"])], 2)
+
+
+def dense(t: Tensors, w: str) -> Tensor:
+    prefix = nhd(t[f"nhd_{w}"], t["table"]) * 1.5
+    return torch.cat([prefix.repeat_interleave(T, 0), nhd(t[f"nhd_{w}"], t["suffix"]) * 1.5], 2)
+
+
+def joined(prefix: Tensor, suffix: Tensor) -> Tensor:
+    return torch.cat([prefix, suffix], -1)
+
+
+def own(t: Tensors) -> Tensor:
+    """Suffix keys a branch has, [N, SUFFIX]."""
+    return torch.arange(SUFFIX) < t["suffix_lens"][:, None]
+
+
+def by_request(t: Tensors) -> Tensor:
+    prefix = torch.arange(PREFIX) < t["lens"][:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t))[:, None, None]
+
+
+def by_last_key(t: Tensors) -> Tensor:
+    last = (t["lens"] - 1).repeat_interleave(T)
+    return joined(torch.arange(PREFIX) <= last[:, None], own(t))[:, None, None]
+
+
+def added(t: Tensors) -> Tensor:
+    return torch.where(by_request(t), 0.0, -torch.inf)
+
+
+def hidden_where(t: Tensors) -> Tensor:
+    past = torch.arange(PREFIX) >= t["lens"].repeat_interleave(T)[:, None]
+    return ~joined(past, ~own(t))[:, None, None]
+
+
+def one_for_all(t: Tensors) -> Tensor:
+    prefix = torch.arange(PREFIX)[None] < t["lens"][0]
+    return joined(prefix.expand(N, -1), own(t))[:, None, None]
+
+
+def over_the_whole_axis(t: Tensors) -> Tensor:
+    """A length that counts the whole prefix: the suffix limit is shifted by it."""
+    total = t["suffix_lens"] + PREFIX
+    return (torch.arange(PREFIX + SUFFIX) < total[:, None])[:, None, None]
+
+
+def requests_limit_both(t: Tensors) -> Tensor:
+    """The suffix of every branch is limited by its request."""
+    few = (t["lens"] % SUFFIX + 1)[:, None]
+    prefix = torch.arange(PREFIX) < t["lens"][:, None]
+    both = joined(prefix, torch.arange(SUFFIX) < few)
+    return both.repeat_interleave(T, 0)[:, None, None]
+
+
+def also_causal(t: Tensors) -> Tensor:
+    """A second condition, which depends on the query, stays a mask."""
+    position = t["suffix_lens"][:, None] - M + torch.arange(M)
+    causal = torch.arange(SUFFIX) <= position[..., None]
+    prefix = (torch.arange(PREFIX) < t["lens"][:, None]).repeat_interleave(T, 0)
+    suffix = own(t)[:, None] & causal
+    return joined(prefix[:, None].expand(-1, M, -1), suffix)[:, None]
+
+
+LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
+    # name: mask, (prefix, suffix) have kv_lens, (prefix, suffix) read a mask
+    "a length a request": (by_request, (True, True), (False, False)),
+    "the last key": (by_last_key, (True, True), (False, False)),
+    "added -inf": (added, (True, True), (False, False)),
+    "hidden where": (hidden_where, (True, True), (False, False)),
+    "one length for all": (one_for_all, (True, True), (False, False)),
+    "total length": (over_the_whole_axis, (False, True), (True, False)),
+    "suffixes by request": (requests_limit_both, (True, True), (False, False)),
+    "and causal": (also_causal, (True, True), (False, True)),
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_limits(name: str) -> None:
+    mask, limited, masked = LIMITS[name]
+    values = values_of(tensors())
+    fn = attention(paged, mask=mask)
+    parts = attends(fn, values)
+    assert tuple("kv_lens" in part.kwargs for part in parts) == limited
+    assert tuple(part.args[3] is not None for part in parts) == masked
+    for part, rows in zip(parts, (B, N), strict=True):
+        if "kv_lens" in part.kwargs:
+            assert tensor(part.kwargs["kv_lens"]).shape == (rows,)
+    check(fn, values)
+
+
+def test_dense_keys_have_limits_too() -> None:
+    values = values_of(tensors())
+    fn = attention(dense, mask=by_request)
+    prefix, suffix = attends(fn, values)
+    assert prefix.args[3] is None and "kv_lens" in prefix.kwargs
+    assert suffix.args[3] is None and "kv_lens" in suffix.kwargs
+    check(fn, values)
+
+
+def by_branch(t: Tensors) -> Tensor:
+    """Branches of a request see prefixes of their own lengths: no limit of the shared row."""
+    prefix = torch.arange(PREFIX) < t["row_lens"][:, None]
+    return joined(prefix, torch.ones(N, SUFFIX, dtype=torch.bool))[:, None, None]
+
+
+def at_least(t: Tensors) -> Tensor:
+    """The mirror image: the first keys are hidden."""
+    prefix = torch.arange(PREFIX) >= t["lens"][:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
+def other_branch(t: Tensors) -> Tensor:
+    """Request b's length is read by row n % B, not n // T."""
+    prefix = torch.arange(PREFIX) < t["lens"].repeat(T)[:, None]
+    return joined(prefix, torch.ones(N, SUFFIX, dtype=torch.bool))[:, None, None]
+
+
+def by_query(t: Tensors) -> Tensor:
+    last = t["lens"].repeat_interleave(T)[:, None] + torch.arange(M)
+    prefix = torch.arange(PREFIX) < last[..., None]
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
+def either(t: Tensors) -> Tensor:
+    """A disjunction limits nothing."""
+    prefix = (torch.arange(PREFIX) < t["lens"][:, None]) | (torch.arange(PREFIX) == PREFIX - 1)
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
+def finite(t: Tensors) -> Tensor:
+    """Small finite values hide nothing."""
+    return torch.where(by_request(t), 0.0, -3.0)
+
+
+NO_LIMIT: dict[str, Mask] = {
+    "lengths of branches": by_branch,
+    "keys from a number on": at_least,
+    "another order of rows": other_branch,
+    "depends on the query": by_query,
+    "or another condition": either,
+    "a small finite value": finite,
+}
+
+
+@pytest.mark.parametrize("name", NO_LIMIT)
+def test_look_alikes_stay_masks(name: str) -> None:
+    values = values_of(tensors())
+    fn = attention(paged, mask=NO_LIMIT[name])
+    prefix = attends(fn, values)[0]
+    assert "kv_lens" not in prefix.kwargs
+    assert prefix.args[3] is not None
+    check(fn, values)
+
+
+def test_pages_past_the_length_are_not_read() -> None:
+    """Eager code would multiply their NaN by a weight of zero."""
+    t = tensors()
+    clean, used = t["nhd_k"], t["table"][1, : PAGE // PAGE + 1]
+    expected = attention(paged, mask=by_request)(*values_of(t))
+    spoilt = dict(t)
+    unused = torch.tensor([i for i in t["table"][1].tolist() if i not in used.tolist()])
+    for which in "kv":
+        spoilt[f"nhd_{which}"] = t[f"nhd_{which}"].clone()
+        spoilt[f"nhd_{which}"][unused] = torch.nan
+    assert not torch.equal(clean, spoilt["nhd_k"])
+    from support.backend import eager_cascade
+
+    torch._dynamo.reset()
+    backend = eager_cascade(decide="always", strict=True)
+    with torch.no_grad():
+        fn = torch.compile(attention(paged, mask=by_request), backend=backend)
+        actual = fn(*values_of(spoilt))
+    torch.testing.assert_close(actual, expected)
