@@ -120,7 +120,9 @@ def attend_config(
         return LaunchConfig((first,), direct=alone and first.splits == 1)
     tail = nested and shapes[0].rows * shapes[1].kv_len <= _MOST_TAIL * shapes[1].rows
     if tail:
-        second = SlotConfig(first.block_m, first.block_n, first.stages, splits=1)
+        keys = shapes[1].kv_len * shapes[0].rows // max(shapes[1].rows, 1)
+        block_n = min(first.block_n, padded(keys, least=32))
+        second = SlotConfig(first.block_m, block_n, first.stages, splits=1)
         direct = alone and first.splits == 1
         return LaunchConfig((first, second), direct=direct, tail=True)
     return LaunchConfig((first, _slot(shapes[1], widths, limits)))

@@ -10,12 +10,12 @@ The two segments ("slots") differ in everything but the queries. Slot a is the m
 one: few, tall tiles of rows, many splits. Slot b, the suffixes of the branches, is either
 - a tail: the suffixes of all branches of a tile are short enough to be one more run of keys of the
   last split of slot a, where each row sees its own branch's keys only; or
-- programs of its own, spread evenly among those of slot a: theirs is the time of memory, where
-  tall tiles need that of the tensor cores.
+- programs of its own, after those of slot a.
 
 DIRECT: there is one partial result a row, which is the result. Otherwise partial results are
-left in o_part and lse_part for `triton_merge.py`. (Completing them in the same launch, by the
-program that finishes last or by programs that wait, was slower: benchmarks/LOG.md.)
+left in o_part and lse_part for `triton_merge.py`. Completing them in the same launch (by the
+program that finishes last, or by programs that wait) was slower, as was to spread the programs of
+slot b among those of slot a: benchmarks/LOG.md.
 """
 
 from __future__ import annotations
@@ -159,20 +159,12 @@ def attend_parts(
     K_STEP_b: tl.constexpr,
     V_STEP_b: tl.constexpr,
 ):
-    """A tile and a split of slot a or (SLOTS == 2) slot b a program.
+    """A tile and a split of slot a a program, then (SLOTS == 2) of slot b.
 
     Grid: items_a + items_b programs, where a slot has KV rows * KV heads * splits * row tiles
     items. A KV row of slot a stands over `ratio` KV rows of slot b.
     """
-    program = tl.program_id(0)
-    if SLOTS == 1:
-        item = program
-        in_a = True
-    else:
-        # The items of slot a, evenly among all: program p is one iff p * share crosses a number.
-        share = program.to(tl.int64) * items_a
-        item = (share // tl.num_programs(0)).to(tl.int32)
-        in_a = (share + items_a) // tl.num_programs(0) > item
+    item = tl.program_id(0)
     part_rows = part_rows.to(tl.int64)
     q_strides = (q_stride_n, q_stride_h, q_stride_m)
     out_strides = (out_stride_n, out_stride_h, out_stride_m)
@@ -193,7 +185,7 @@ def attend_parts(
         mask_b, mask_stride_n_b, mask_stride_h_b, mask_stride_m_b, mask_stride_k_b, positions_b,
         positions_stride_n_b, positions_stride_m_b, kv_start_b, window_b, kv_lens_b,
     )  # fmt: skip
-    if in_a:
+    if item < items_a:
         row_blocks = tl.cdiv(rows_a, BLOCK_M_a)
         row_block = item % row_blocks
         split = (item // row_blocks) % splits_a
@@ -210,7 +202,7 @@ def attend_parts(
             q_tile, state, row_info, owner, kv_row, kv_head, low, high, kv_len_a,
             scale, softcap, slopes, keys_a, seen_a, k_scale_a, v_scale_a,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, MASK_a, POSITIONS_a, WINDOW_a, LENS_a,
-            PAGED_a, SCALED_a, SOFTCAP, ALIBI, FOLD and MASK_a != 2 and not SCALED_a, PRECISION, K_STEP_a,
+            PAGED_a, SCALED_a, SOFTCAP, ALIBI, FOLD, PRECISION, K_STEP_a,
             V_STEP_a, STAGES_a, False,
         )  # fmt: skip
         if TAIL:
@@ -220,7 +212,7 @@ def attend_parts(
                 q_tile, state, row_info, owner, kv_row * ratio, kv_head, 0, tail, kv_len_b,
                 scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-                PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD and MASK_b != 2 and not SCALED_b, PRECISION, K_STEP_b,
+                PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD, PRECISION, K_STEP_b,
                 V_STEP_b, STAGES_b, True,
             )  # fmt: skip
         o, lse = result_of(state)
@@ -231,7 +223,7 @@ def attend_parts(
             split += split_base_a
             write_partial(o, lse, split, row_info, row, o_part, lse_part, part_rows, D_V)
     elif SLOTS == 2:
-        item = program - item
+        item -= items_a
         row_blocks = tl.cdiv(rows_b, BLOCK_M_b)
         row_block = item % row_blocks
         split = (item // row_blocks) % splits_b
@@ -250,7 +242,7 @@ def attend_parts(
             q_tile_b, state_b, row_info_b, owner_b, kv_row, kv_head, low, high, kv_len_b,
             scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-            PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD and MASK_b != 2 and not SCALED_b, PRECISION, K_STEP_b,
+            PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD, PRECISION, K_STEP_b,
             V_STEP_b, STAGES_b, False,
         )  # fmt: skip
         o_b, lse_b = result_of(state_b)

@@ -149,6 +149,7 @@ def attend_run(
     GROUPED: the keys of the KV rows kv_row, kv_row + 1, ... stand one after another, kv_len each,
     and a query row sees those of the KV row kv_row + owner only.
     """
+    FOLD_HERE: tl.constexpr = FOLD and MASK != 2 and not SCALED
     top, total, acc = state
     k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
     d_k = tl.arange(0, PAD_K)
@@ -159,7 +160,7 @@ def attend_run(
         scale *= tl.load(k_scale + kv_head)
         value_scale = tl.load(v_scale + kv_head)
     if LENS and not GROUPED:
-        high = tl.minimum(high, tl.load(seen[10] + kv_row).to(tl.int32))
+        high = tl.minimum(high, tl.load(seen[10] + kv_row)).to(tl.int32)
     if POSITIONS:
         row_ok, _batch, head, _token = rows
         position, begin, end = bounds_of(rows, seen, kv_len, WINDOW)
@@ -180,6 +181,9 @@ def attend_run(
             part = key // kv_len
             key = key % kv_len
             row = kv_row + part
+            if LENS:  # what no length covers is not read
+                length = tl.load(seen[10] + row, mask=in_range, other=0)
+                in_range = in_range & (key < length)
         k_base, k_at = offsets(
             start, row, key, in_range, k_row, k_key, table, table_stride, page_size,
             BLOCK_N, PAGED, GROUPED, K_STEP,
@@ -190,7 +194,7 @@ def attend_run(
 
         if SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-        elif not FOLD:
+        elif not FOLD_HERE:
             scores = scores * factor
         if ALIBI:
             scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
@@ -200,9 +204,6 @@ def attend_run(
             visible = in_range[None, :]
             if GROUPED:
                 visible = visible & (part[None, :] == owner[:, None])
-                if LENS:
-                    length = tl.load(seen[10] + row, mask=in_range, other=0)
-                    visible = visible & (key < length)[None, :]
             if POSITIONS:
                 visible = visible & (key[None, :] < end[:, None])
                 if WINDOW:
@@ -211,11 +212,11 @@ def attend_run(
         elif start + BLOCK_N > high:
             scores = tl.where(in_range[None, :], scores, float("-inf"))
 
-        highest = tl.max(scores, 1) * factor if FOLD else tl.max(scores, 1)
+        highest = tl.max(scores, 1) * factor if FOLD_HERE else tl.max(scores, 1)
         new_top = tl.maximum(top, highest)
         # A row that has seen no key yet: any finite reference keeps its weights at 0.
         reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-        if FOLD:
+        if FOLD_HERE:
             weights = tl.exp2(scores * factor - reference[:, None])
         else:
             weights = tl.exp2(scores - reference[:, None])
