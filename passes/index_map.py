@@ -69,11 +69,28 @@ def read_position(index: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
             return _VALUES[node.target](node, dims, sizes)
         if node.op == "get_attr":
             return _constant(node, dims, sizes)
+        if _holds_the_same(node):
+            (node,) = node.all_input_nodes
+            continue
         step = RULES.get(node.target) if node.op == "call_function" else None
         source = step(node, dims, sizes) if step is not None else None
         if source is None:
             return None
         node, dims = source
+
+
+def _holds_the_same(node: fx.Node) -> bool:
+    """Whether a node has its source's integers: on another device, or in a dtype that holds all.
+
+    `torch.arange(n).to("cuda")` is both. (No rule of `views`: K and V must be where q is.)
+    """
+    if node.target not in (prims.device_put.default, prims.convert_element_type.default):
+        return False
+    (source,) = node.all_input_nodes
+    if not index_is_integer(source):
+        return False
+    given, made = source.meta["val"].dtype, node.meta["val"].dtype
+    return bool(given == made or (made == torch.int64 and given != torch.uint64))
 
 
 def _only_dim(dims: Dims) -> Dim | None:
