@@ -182,7 +182,8 @@ def _config(
     limits = device_limits(call.q.device)
     if batch_invariant:
         return invariant_config(shapes, widths, limits)
-    nested = len(pair) == 2 and known(pair[1].kv_rows % pair[0].kv_rows == 0)
+    rows = [part.kv_rows for part in pair]
+    nested = len(pair) == 2 and not known(rows[0] == 0) and known(rows[1] % rows[0] == 0)
     return attend_config(shapes, widths, limits, alone=launches == 1, nested=nested)
 
 
@@ -322,13 +323,16 @@ def _launch_attend(
     base: int,
 ) -> None:
     slots = [*zip(pair, config.slots, strict=True)]
+    items = [_items(call, part, slot) for part, slot in slots]
+    grid = (items[0] if config.tail else sum(items),)
+    if known(grid[0] == 0):
+        return
     a, b = slots[0], slots[-1]
     arguments = _shared_arguments(call, config, buffers)
     arguments |= {f"{key}_a": value for key, value in _slot_arguments(call, *a, base).items()}
     base += a[1].splits
     arguments |= {f"{key}_b": value for key, value in _slot_arguments(call, *b, base).items()}
     two = len(slots) == 2
-    items = [_items(call, part, slot) for part, slot in slots]
     arguments |= {
         "items_a": items[0],
         "ratio": b[0].kv_rows // a[0].kv_rows if two else 1,
@@ -336,9 +340,6 @@ def _launch_attend(
         "SLOTS": 2 if two and not config.tail else 1,
         "TAIL": config.tail,
     }
-    grid = (items[0] if config.tail else sum(items),)
-    if known(grid[0] == 0):
-        return
     _launchable(attend_parts)[grid](
         **arguments, num_warps=config.warps, num_stages=config.slots[0].stages
     )

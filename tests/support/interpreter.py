@@ -1,0 +1,104 @@
+"""Triton kernels on CPU tensors in any process, by Triton's own interpreter.
+
+TRITON_INTERPRET=1 before the import of triton does the same for a whole process, but then no kernel
+can be compiled or traced in it any more. Here kernels stay what they are, and are interpreted
+inside `interpreted()` only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+
+class _NoScope:
+    """What `_patch_lang` returns where everything is patched already."""
+
+    def restore(self) -> None:
+        pass
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, `kernels.triton_launch` runs its kernels in the interpreter."""
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    from torch_cascade.kernels import triton_launch
+
+    made: dict[Any, Any] = {}
+
+    def function(kernel: Any) -> Any:
+        if not isinstance(kernel, JITFunction):
+            return kernel  # TRITON_INTERPRET=1
+        if kernel.fn not in made:
+            made[kernel.fn] = interpreter.InterpretedFunction(kernel.fn)
+        return made[kernel.fn]
+
+    def call(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(kernel)(*args, **kwargs)
+
+    with ExitStack() as stack:
+        patch_once = _patching_once(interpreter._patch_lang, stack)
+        for owner, name, value in (
+            (interpreter, "_patch_lang", patch_once),
+            (JITFunction, "__call__", call),  # device functions, those of triton.language too
+            (triton_launch, "_launchable", function),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        builder = interpreter.InterpreterBuilder
+        stack.enter_context(mock.patch.multiple(builder, **_bfloat16(builder)))
+        yield
+
+
+def _patching_once(patch: Callable[[Any], Any], stack: ExitStack) -> Callable[[Any], Any]:
+    """`patch(fn)`, undone at the end of `stack`, and once for all functions of a module.
+
+    The interpreter patches the language at every call of a device function, a third of its time,
+    and does not undo that.
+    """
+    seen: set[str] = set()
+
+    def once(fn: Any) -> Any:
+        if fn.__module__ not in seen:
+            seen.add(fn.__module__)
+            stack.callback(patch(fn).restore)
+        return _NoScope()
+
+    return once
+
+
+def _bfloat16(builder: Any) -> dict[str, Callable[..., Any]]:
+    """Methods of the interpreter that know bfloat16, of which it has the bits as integers.
+
+    Triton 3.6 multiplies these in `tl.dot`, and cuts off what it should round.
+    """
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    def is_bfloat16(handle: Any) -> bool:
+        return bool(handle.dtype.scalar == tl.bfloat16) and handle.data.dtype.itemsize == 2
+
+    def single(handle: Any) -> Any:
+        if not is_bfloat16(handle):
+            return handle
+        bits = handle.data.view("uint16").astype("uint32") << 16
+        return TensorHandle(bits.view("float32"), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original["create_dot"](self, single(a), single(b), *rest)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        cast = original["cast_impl"](self, src, dst_type)
+        if src.dtype.scalar == tl.float32 and is_bfloat16(cast):
+            rounded = torch.from_numpy(src.data.copy()).bfloat16().view(torch.int16)
+            cast.data = rounded.numpy().view(cast.data.dtype)
+        return cast
+
+    changed = {"create_dot": create_dot, "cast_impl": cast_impl}
+    original = {name: getattr(builder, name) for name in changed}
+    return changed
