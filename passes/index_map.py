@@ -69,7 +69,9 @@ def read_position(index: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
             return _VALUES[node.target](node, dims, sizes)
         if node.op == "get_attr":
             return _constant(node, dims, sizes)
-        if _holds_the_same(node):
+        if node.target in _CONVERSIONS:
+            if not _holds_the_same(node):
+                return None
             (node,) = node.all_input_nodes
             continue
         step = RULES.get(node.target) if node.op == "call_function" else None
@@ -80,12 +82,10 @@ def read_position(index: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
 
 
 def _holds_the_same(node: fx.Node) -> bool:
-    """Whether a node has its source's integers: on another device, or in a dtype that holds all.
+    """Whether a conversion keeps its source's integers: on another device, or in a wide dtype.
 
-    `torch.arange(n).to("cuda")` is both. (No rule of `views`: K and V must be where q is.)
+    `torch.arange(n).to("cuda")` is both. (Apart from `views`: K and V must be where q is.)
     """
-    if node.target not in (prims.device_put.default, prims.convert_element_type.default):
-        return False
     (source,) = node.all_input_nodes
     if not index_is_integer(source):
         return False
@@ -182,6 +182,7 @@ def _mixed_radix(values: list[int], digit: Digit) -> Dim | None:
     return Dim((middle,) if count > 1 else (), size_expr(base))
 
 
+_CONVERSIONS = (prims.device_put.default, prims.convert_element_type.default)
 _VALUES = {
     prims.iota.default: _iota,
     aten.full.default: _full,
