@@ -13,16 +13,28 @@ if TYPE_CHECKING:
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.summary import Report
+    from torch_cascade.runtime.paged import PagePool
+    from torch_cascade.runtime.paged_branches import PagedBranches
     from torch_cascade.runtime.prefix_cache import SharedPrefixCache
 
     __version__: str
 
-__all__ = ["Options", "Report", "SharedPrefixCache", "explain", "last_report"]
+__all__ = [
+    "Options",
+    "PagePool",
+    "PagedBranches",
+    "Report",
+    "SharedPrefixCache",
+    "explain",
+    "last_report",
+]
 
 _HOMES = {
     "explain": "compiler.explain",
     "last_report": "compiler.explain",
     "Options": "compiler.options",
+    "PagePool": "runtime.paged",
+    "PagedBranches": "runtime.paged_branches",
     "Report": "compiler.summary",
     "SharedPrefixCache": "runtime.prefix_cache",
 }

@@ -164,7 +164,7 @@ def twice(t: Tensors, w: str) -> Tensor:
 
 
 def squeezed(t: Tensors, w: str) -> Tensor:
-    """Rounded to fp8 once more (three times fp8 is exact in bfloat16): no view of what is stored."""
+    """Rounded to fp8 once more: no view of what is stored (3 * fp8 is exact in bfloat16)."""
     half = (wide(t, t[f"fp8_{w}"][:B].transpose(1, 2)) * 3).to(FP8)
     return torch.cat([wide(t, half.repeat_interleave(T, 0)), wide(t, own(t, w))], 2)
 
