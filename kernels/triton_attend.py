@@ -165,7 +165,7 @@ def attend_parts(
     items. A KV row of slot a stands over `ratio` KV rows of slot b.
     """
     item = tl.program_id(0)
-    part_rows = part_rows.to(tl.int64)
+    part_rows = tl.zeros([], tl.int64) + part_rows  # may be a constant, which has no `to`
     q_strides = (q_stride_n, q_stride_h, q_stride_m)
     out_strides = (out_stride_n, out_stride_h, out_stride_m)
     sink_info = (sinks, sinks_stride_n, sinks_stride_h, sinks_stride_m)
