@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import sympy
@@ -13,6 +14,7 @@ import torch
 from torch_cascade.compiler.graph import Size, shape, tensor
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_leaves import Real, Unknown, constant
+from torch_cascade.passes.mask_range import value_bounds
 from torch_cascade.passes.mask_rules import aligned
 from torch_cascade.passes.predicate import Branch, Index, Tree, apply, branches, given, leaves
 from torch_cascade.passes.prover import Box, Range
@@ -25,6 +27,8 @@ _HIDING = {torch.float16: -6e4, torch.float64: -1e30}
 _HIDING_FLOAT32 = -1e9
 # Added values within this leave a score, and a log-sum-exp, 2**-7 or better in float32.
 _MODERATE = 2.0**16
+# A fill from here on hides a key from whose score a bias of any possible position is not taken.
+_HIDING_BIASED = -1e30
 
 
 class Sight(enum.Enum):
@@ -33,6 +37,7 @@ class Sight(enum.Enum):
     VISIBLE = "visible"
     HIDDEN = "hidden"
     ABSORBED = "hidden by a finite value, if the row sees another key"
+    SHIFTED = "a value is added that hides nothing"
     BIASED = "some value is added"
 
 
@@ -96,10 +101,30 @@ def scores_of(read: Elements, site: AttentionSite) -> Scores:
     if site.is_causal:
         causal = read.atoms.at_least_zero(index[-2] - index[-1])
         terms.append((None, apply(lambda x: Sight.VISIBLE if x else Sight.HIDDEN, causal)))
-    hiding = _HIDING.get(tensor(site.node).dtype, _HIDING_FLOAT32)
+    shifts, hiding = _shifts(site, _HIDING.get(tensor(site.node).dtype, _HIDING_FLOAT32))
     for term, tree in zip(site.masks, added_values(read, site, index), strict=True):
-        terms.append((term, apply(lambda x: _sight(x, hiding), tree)))
+        other = Sight.SHIFTED if term in shifts else Sight.BIASED
+        terms.append((term, apply(partial(_sight, hiding=hiding, other=other), tree)))
     return Scores(index, sizes["k"], tuple(terms))
+
+
+def _shifts(site: AttentionSite, hiding: float) -> tuple[list[MaskTerm], float]:
+    """The masks that add moderate values only, and what a fill must be below to hide beside them.
+
+    ALiBi is one. It may add much to far keys where their number is not known; then only fills that
+    are larger by far hide.
+    """
+    shifts: list[MaskTerm] = []
+    needed = hiding
+    for term in site.masks:
+        bounds = value_bounds(term.node) if term.kind == "add" else None
+        if bounds is None or bounds[0] < max(-_MODERATE, hiding / 16):
+            continue
+        shifts.append(term)
+        needed = hiding if bounds[1] <= _MODERATE and needed == hiding else _HIDING_BIASED
+    if any(term.fill is not None and term.fill > needed for term in site.masks):
+        return [], hiding
+    return shifts, needed
 
 
 def added_values(read: Elements, site: AttentionSite, index: Index) -> list[Tree]:
@@ -150,11 +175,11 @@ def _fill(site: AttentionSite, term: MaskTerm) -> float:
     return torch.finfo(torch.float32).min if finite else -math.inf
 
 
-def _sight(leaf: Any, hiding: float) -> Sight:
+def _sight(leaf: Any, hiding: float, other: Sight) -> Sight:
     if not isinstance(leaf, Real):
-        return Sight.BIASED
+        return other
     if leaf.value == 0:
         return Sight.VISIBLE
     if leaf.value == -math.inf:
         return Sight.HIDDEN
-    return Sight.ABSORBED if leaf.value <= hiding else Sight.BIASED
+    return Sight.ABSORBED if leaf.value <= hiding else other

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
@@ -18,6 +20,7 @@ both_suffixes = pytest.mark.parametrize("max_suffix", [None, STATIC])
 
 def model_of(family):
     """A random model in which soft-cap and sinks matter: wide scores, sinks as large as they."""
+    torch.manual_seed(0)
     model = tiny_model(family, torch.float32, attn_implementation="eager")
     if family in EXPERTS:
         model.set_experts_implementation("batched_mm")
@@ -75,14 +78,34 @@ def compared(model, ids, mask=None, **options):
 @pytest.mark.parametrize("family", EAGER_ONLY)
 def test_decode(family, max_suffix):
     """Both layers, the sliding and the full one."""
-    torch.manual_seed(0)
     compared(model_of(family), torch.randint(3, VOCABULARY, (2, P)), max_suffix=max_suffix)
 
 
 @both_suffixes
 @pytest.mark.parametrize("family", EAGER_ONLY)
 def test_decode_of_padded_prompts(family, max_suffix):
-    torch.manual_seed(0)
     ids, mask = torch.randint(3, VOCABULARY, (2, P)), torch.ones(2, P, dtype=torch.int64)
     mask[1, :4] = 0
     compared(model_of(family), ids, mask, max_suffix=max_suffix)
+
+
+# MPT breaks its graph with any static cache: it slices its bias by a length that is a tensor.
+@pytest.mark.parametrize(
+    ("family", "max_suffix"), [("Bloom", None), ("Bloom", STATIC), ("Mpt", None)]
+)
+def test_alibi(family, max_suffix):
+    """A bias a head and key is cut to each part's keys, and stays one for all rows.
+
+    It hides nothing, so rows that see no key are ruled out, and MPT's finite fills hide.
+    """
+    record = compared(model_of(family), torch.randint(3, VOCABULARY, (2, P)), max_suffix=max_suffix)
+    calls = [line.split("= cascade.attend(")[1] for line in lines(record, "= cascade.attend(")]
+    masks = [call.split(", ")[3] for call in calls]
+    shapes = [re.search(rf"{mask}: f32\[([^\]]*)\]", record.after)[1].split(", ") for mask in masks]
+    assert len(shapes) == 4 and {tuple(shape[-3:-1]) for shape in shapes} == {("6", "1")}
+    assert all(set(shape[:-3]) <= {"1"} for shape in shapes)
+    assert not lines(record, "= log(")
+
+
+def lines(record, part):
+    return [line for line in record.after.splitlines() if part in line]

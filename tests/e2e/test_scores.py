@@ -181,3 +181,47 @@ def test_reports_tell_of_cap_and_sinks():
     assert "scores: soft-cap 3.5, sinks arg5_1 [1, 2, 1, 1]" in str(report)
     (site,) = json.loads(report.to_json())["graphs"][0]["sites"]
     assert site["scores"].startswith("soft-cap 3.5") and len(site["segments"]) == 2
+
+
+def biased(fill, rising):
+    """ALiBi, and hidden keys filled with a finite number."""
+
+    def fn(q, kp, ks, vp, vs, hidden):
+        scores, v = joined(q, kp, ks, vp, vs)
+        heads = torch.arange(1, H + 1).view(1, H, 1, 1)
+        keys = torch.arange(v.shape[2])
+        bias = heads * keys * 0.5
+        scores = scores + (bias if rising else -bias)
+        return scores.masked_fill(hidden & (keys > 0), fill).softmax(-1) @ v
+
+    return fn
+
+
+@pytest.mark.parametrize(
+    ("fill", "rising", "dynamic", "rewritten"),
+    [
+        (MIN, False, False, 1),
+        (-1e9, False, False, 1),
+        (MIN, True, True, 1),
+        (-1e9, True, True, 0),  # of so many keys that the bias lifts a hidden one
+        (MIN, False, True, 0),  # of so many keys that the bias hides the visible one
+        (-1e4, True, False, 0),
+    ],
+)
+def test_finite_fills_beside_alibi(fill, rising, dynamic, rewritten):
+    hidden = torch.rand(N, 1, M, P + S) < 0.5
+    hidden[0, :, 1] = True
+    check(biased(fill, rising), *shared_inputs(), hidden, dynamic=dynamic, rewritten=rewritten)
+
+
+def test_finite_fills_beside_a_bias_of_unknown_values():
+    """The bias may be -inf where the key is visible, and then the row is uniform."""
+
+    def fn(q, kp, ks, vp, vs, hidden, bias):
+        scores, v = joined(q, kp, ks, vp, vs)
+        hidden = hidden & (torch.arange(v.shape[2]) > 0)
+        return (scores + bias).masked_fill(hidden, MIN).softmax(-1) @ v
+
+    hidden, bias = torch.rand(N, 1, M, P + S) < 0.5, torch.randn(1, H, 1, P + S)
+    hidden[0, :, 1], bias[..., 0] = True, -INF
+    check(fn, *shared_inputs(), hidden, bias, rewritten=0)

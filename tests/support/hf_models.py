@@ -45,13 +45,16 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 48, "intermediate_size": 72, "num_attention_heads": 6},
     "GPTJ": {"n_embd": 48, "n_layer": 2, "n_head": 6, "rotary_dim": 4, "n_positions": 64},
     "GPT2": {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64},
+    "Bloom": {"hidden_size": 48, "n_layer": 2, "n_head": 6},
+    "Mpt": {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64},
     "Olmo2": _WIDTHS,
     "Mixtral": _WIDTHS | {"num_local_experts": 4, "sliding_window": None},
 }
 _CAUSAL = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
-# Soft-cap and sinks: these have no SDPA, and compute their softmax in float32 or lower.
+# These have no SDPA, and compute their softmax in float32 or lower: soft-cap and sinks, ALiBi.
 EAGER_ONLY = ("Gemma2", "GptOss")
-FAMILIES = tuple(family for family in _EXTRAS if family not in EAGER_ONLY)
+ALIBI = ("Bloom", "Mpt")
+FAMILIES = tuple(family for family in _EXTRAS if family not in EAGER_ONLY + ALIBI)
 WINDOWED = ("Mistral", "Gemma3Text")
 EXPERTS = ("Mixtral", "GptOss")
 
