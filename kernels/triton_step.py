@@ -11,6 +11,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
@@ -101,7 +102,10 @@ def masked(scores, rows, seen, key, in_range, MASK: tl.constexpr):
     if MASK == 1:
         return tl.where(value != 0, scores, float("-inf"))
     else:
-        return scores + value.to(tl.float32) * LOG2E
+        bias = value.to(tl.float32) * LOG2E
+        # The lowest number of float32 and bfloat16 hides a key from others, but is no infinity.
+        overflow = (bias == float("-inf")) & (value != float("-inf"))
+        return scores + tl.where(overflow, LOWEST, bias)
 
 
 @triton.jit
