@@ -74,11 +74,11 @@ def _absorbed(
         below = emit.call(aten.le.Tensor, sinks, top)
         lost = emit.call(aten.bitwise_and.Tensor, lost, below)
     restored: list[fx.Node] = []
-    for partial, part in zip(parts, plan.parts, strict=True):
-        log_count = _log_count(emit, partial, part)
-        empty = emit.call(aten.eq.Scalar, partial.lse, -math.inf)
-        kept = emit.call(aten.where.self, empty, partial.lse, log_count)
-        restored.append(emit.call(aten.where.self, lost, kept, partial.lse))
+    for part, planned in zip(parts, plan.parts, strict=True):
+        log_count = _log_count(emit, part, planned)
+        empty = emit.call(aten.eq.Scalar, part.lse, -math.inf)
+        kept = emit.call(aten.where.self, empty, part.lse, log_count)
+        restored.append(emit.call(aten.where.self, lost, kept, part.lse))
     return restored, None if sinks is None else _absorbed_sinks(emit, sinks, top, lost)
 
 
