@@ -165,7 +165,9 @@ def attend_parts(
     items. A KV row of slot a stands over `ratio` KV rows of slot b.
     """
     item = tl.program_id(0)
-    part_rows = tl.zeros([], tl.int64) + part_rows  # may be a constant, which has no `to`
+    part_rows = tl.cast(part_rows, tl.int64)
+    scale = tl.cast(scale, tl.float32)  # Inductor passes Python floats as float64
+    softcap = tl.cast(softcap, tl.float32)
     q_strides = (q_stride_n, q_stride_h, q_stride_m)
     out_strides = (out_stride_n, out_stride_h, out_stride_m)
     sink_info = (sinks, sinks_stride_n, sinks_stride_h, sinks_stride_m)

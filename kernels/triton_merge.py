@@ -44,7 +44,7 @@ def merge_parts(
     Grid: (cdiv(rows, ROWS),). One row at a time, so that its log-sum-exps are scalars: nothing is
     exchanged between threads, and the loads of UNROLL partials are in flight at once.
     """
-    part_rows = tl.zeros([], tl.int64) + part_rows  # may be a constant, which has no `to`
+    part_rows = tl.cast(part_rows, tl.int64)
     d = tl.arange(0, PAD_D)
     d_ok = d < D
     for i in tl.static_range(ROWS):
