@@ -150,7 +150,8 @@ def _laid_out(run: Sequence[Digit], targets: Sequence[Size], sizes: Sizes) -> li
     """
     if len(targets) == 1:
         return [Dim(tuple(run))]
-    left, dims = list(run), []
+    left: list[Digit] = list(run)
+    dims: list[Dim] = []
     for size in reversed(targets[1:]):
         own: list[Digit] = []
         while size != ONE:

@@ -238,8 +238,10 @@ class PagedSequence:
                 f"tokens [{start}, {start + tokens}) are outside of a sequence of {self.length}: "
                 "extend it first"
             )
-        pools = ((self.pool.keys[layer], "k", k, self.pool.k_scale),)
-        pools += ((self.pool.values[layer], "v", v, self.pool.v_scale),)
+        pools = (
+            (self.pool.keys[layer], "k", k, self.pool.k_scale),
+            (self.pool.values[layer], "v", v, self.pool.v_scale),
+        )
         for pages, name, states, _ in pools:
             expected = (pages.shape[1], tokens, pages.shape[3])
             if states.shape != expected:

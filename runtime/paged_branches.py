@@ -102,8 +102,10 @@ class PagedBranches:
             ValueError: other shapes, or too many tokens for `max_suffix` (on a CPU in eager mode;
                 elsewhere the index is out of range: an index error or a device-side assertion).
         """
-        pools = ((self.pool.keys[layer], "k", k, self.pool.k_scale),)
-        pools += ((self.pool.values[layer], "v", v, self.pool.v_scale),)
+        pools = (
+            (self.pool.keys[layer], "k", k, self.pool.k_scale),
+            (self.pool.values[layer], "v", v, self.pool.v_scale),
+        )
         tokens = k.shape[2]
         for pages, name, states, _ in pools:
             expected = (self.suffix_lens.shape[0], pages.shape[1], tokens, pages.shape[3])
