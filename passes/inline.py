@@ -17,8 +17,12 @@ from torch import fx
 from torch._guards import tracing
 from torch.utils._pytree import tree_flatten
 
-from torch_cascade.compiler.graph import Size, Sizes, fake_mode, value
+from torch_cascade.compiler.graph import Size, Sizes, fake_mode
 from torch_cascade.passes.trace import Abstraction, Trace, trace
+
+# Metadata that hold sizes. Inductor gives the arguments of a Triton kernel, whose strides are other
+# arguments of it, exactly the strides of `eager_input_vals`.
+_VALUES = frozenset({"val", "eager_input_vals"})
 
 
 @dataclass(frozen=True)
@@ -104,14 +108,15 @@ class Inliner:
                 with self.graph.inserting_before(anchor):
                     env[node] = copy = self.graph.node_copy(node, env.__getitem__)
                 copy.meta = _meta(node, anchor)
-                copy.meta["val"] = self._value(node, renamed)
+                for key in _VALUES & copy.meta.keys():
+                    copy.meta[key] = self._value(node, key, renamed)
         raise AssertionError("a traced graph ends with its output")
 
-    def _value(self, node: fx.Node, renamed: dict[sympy.Symbol, Size]) -> Any:
-        """The value of a traced node in the real sizes; layers of the same sizes share it."""
-        key = (node, tuple(renamed.values()))
+    def _value(self, node: fx.Node, name: str, renamed: dict[sympy.Symbol, Size]) -> Any:
+        """A value of a traced node in the real sizes; layers of the same sizes share it."""
+        key = (node, name, tuple(renamed.values()))
         if key not in self.values:
-            self.values[key] = self._rewritten(value(node), renamed)
+            self.values[key] = self._rewritten(node.meta[name], renamed)
         return self.values[key]
 
     def _rewritten(self, val: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
@@ -144,4 +149,5 @@ def _meta(node: fx.Node, anchor: fx.Node) -> dict[str, Any]:
     """A copied node's metadata: what it is, at the anchor's place in the user's code."""
     keep = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr")
     place = {key: anchor.meta[key] for key in keep if key in anchor.meta}
-    return {**node.meta, **place}
+    meta = {key: held for key, held in node.meta.items() if key != "tensor_meta"}
+    return meta | place
