@@ -123,7 +123,8 @@ class Inliner:
         if isinstance(val, (tuple, list)):
             return type(val)(self._rewritten(v, renamed) for v in val)
         if isinstance(val, dict):  # a Triton kernel's tensors by the names of its arguments
-            return {name: self._rewritten(v, renamed) for name, v in val.items()}
+            # The type stays: torch 2.11 compares it with that of the node's own arguments.
+            return type(val)({name: self._rewritten(v, renamed) for name, v in val.items()})
         if isinstance(val, (torch.SymInt, torch.SymFloat)):
             return self._size(val, renamed)
         if not isinstance(val, torch.Tensor):
