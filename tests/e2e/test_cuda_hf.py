@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ pytest.importorskip("transformers")
 from support.hf_models import VOCABULARY, tiny_model
 from support.tolerance import assert_close_to_reference
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 from torch_cascade.compiler.backend import recent
 from torch_cascade.runtime.prefix_cache import SharedPrefixCache, cache_argument
@@ -103,6 +106,22 @@ def test_reduce_overhead(dtype):
         assert torch.equal(again, actual)  # and so deterministic
         assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] == 1
         check(actual, model, ids, steps)
+
+
+def test_the_cache_is_written_where_it_is():
+    """No layer copies its suffix buffer, expands its prefix, or calls another attention."""
+    model, ids, slots = model_of(torch.bfloat16), prompt(), 500
+    run = torch.compile(model, backend="cascade", mode="reduce-overhead", dynamic=False)
+    step = torch.randint(3, VOCABULARY, (T, 1), device="cuda")
+    with torch.no_grad():
+        cache = SharedPrefixCache.prefill(model, ids, T, max_suffix=slots)
+        call = {cache_argument(model): cache}
+        _, (code,) = run_and_get_code(lambda: run(step, **call))
+    assert [s.rewritten for s in recent()[-1].sites] == [True] * LAYERS
+    shapes = re.findall(r"empty_strided_cuda\(\(([^)]*)\)", code)
+    sizes = [math.prod(int(s) for s in shape.split(",") if s.strip()) for shape in shapes]
+    assert sizes and max(sizes) < cache.layers[0].suffix_keys.numel()
+    assert "attend_parts" in code and "aten._scaled_dot_product" not in code
 
 
 def test_replays_allocate_nothing():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 
 import pytest
@@ -10,13 +11,13 @@ import torch.nn.functional as F
 from support.backend import eager_cascade, last_compilation
 from support.capture import joint_graph
 from support.hf_models import VOCABULARY, tiny_model
-from support.lowering import fused_on_the_cpu, lowered_for_cuda, rewritten
+from support.lowering import FakePart, fused_on_the_cpu, lowered_for_cuda, rewritten
 from torch import fx
 
 from torch_cascade.compiler.graph import value
 from torch_cascade.compiler.pass_base import PassContext
 from torch_cascade.kernels.ops import attend, merge
-from torch_cascade.passes.fuse import Fusion, Separate, fusions
+from torch_cascade.passes.fuse import SHARED, Fusion, Separate, fusions
 from torch_cascade.passes.lower import target_of
 from torch_cascade.runtime.prefix_cache import SharedPrefixCache
 
@@ -241,6 +242,15 @@ def test_batch_invariance_on_a_cpu_is_a_warning(caplog):
 
 def wrappers(graph: fx.Graph) -> list[fx.Node]:
     return list(graph.find_nodes(op="call_function", target=WRAPPER))
+
+
+def test_every_argument_of_attend_has_its_place():
+    """In a part, or shared by the parts: none is dropped on the way to the kernel."""
+    launch = pytest.importorskip("torch_cascade.kernels.triton_launch", exc_type=ImportError)
+    arguments = {a.name for a in torch.ops.cascade.attend.default._schema.arguments}
+    assert set(launch.KeyPart._fields) == arguments - {"q", *SHARED}
+    assert set(SHARED) <= set(inspect.signature(launch.attend_merge).parameters)
+    assert FakePart._fields == launch.KeyPart._fields
 
 
 def test_the_readable_form_comes_first():
