@@ -24,6 +24,7 @@ from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import source_line
 from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
 from torch_cascade.kernels.merge import merge_torch
+from torch_cascade.kernels.ops import SCHEMAS
 from torch_cascade.kernels.sdpa import sdpa_torch
 from torch_cascade.passes.fuse import (
     NATURAL,
@@ -115,7 +116,7 @@ class LowerPass(Pass):
                 graph.erase_node(node)
 
 
-_OPS = (ops.sdpa.default, ops.attend.default, ops.merge.default, ops.reuse_kv.default)
+_OPS = tuple(getattr(ops, name).default for name in SCHEMAS)
 
 
 def device_type(node: fx.Node) -> str:

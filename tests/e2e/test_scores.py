@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.promises import check, compiled, shared_inputs
+from support.promises import check, compiled, declined, shared_inputs
 
 from torch_cascade.compiler.backend import recent
 from torch_cascade.compiler.explain import explain
@@ -225,3 +225,25 @@ def test_finite_fills_beside_a_bias_of_unknown_values():
     hidden, bias = torch.rand(N, 1, M, P + S) < 0.5, torch.randn(1, H, 1, P + S)
     hidden[0, :, 1], bias[..., 0] = True, -INF
     check(fn, *shared_inputs(), hidden, bias, rewritten=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sinks_in_float32_beside_lower_scores(dtype):
+    """As models keep them that hold their sinks in float32: joining promotes the scores."""
+
+    def fn(q, kp, ks, vp, vs, sinks):
+        scores, v = joined(q, kp, ks, vp, vs)
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+        return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
+
+    check(fn, *shared_inputs(dtype=dtype), torch.tensor([3.0, -1.0]))
+
+
+def test_sinks_in_float64_beside_float32_scores_are_declined():
+    def fn(q, kp, ks, vp, vs, sinks):
+        scores, v = joined(q, kp, ks, vp, vs)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+        return scores.softmax(-1)[..., :-1].to(v.dtype) @ v
+
+    check(fn, *shared_inputs(), sinks_of(3.0, -1.0).double(), rewritten=0)
+    assert "autocast-mixed" in declined()
