@@ -11,6 +11,8 @@ SUPPORTED_DEVICES = frozenset({"cpu", "cuda"})
 
 # The kernels multiply bfloat16 tiles, which older devices cannot.
 _LEAST_CAPABILITY = (8, 0)
+# Triton converts float8_e4m3fn from here on.
+_FP8_CAPABILITY = (8, 9)
 
 
 def no_kernel(device: torch.device) -> str:
@@ -18,6 +20,13 @@ def no_kernel(device: torch.device) -> str:
     if device.type not in SUPPORTED_DEVICES:
         return f"no attention with log-sum-exp for device {device}"
     return _no_triton_kernel(device) if device.type == "cuda" else ""
+
+
+def reads_fp8(device: torch.device) -> bool:
+    """Whether the kernels of a device read float8_e4m3fn; where not, it is converted before."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return True
+    return torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
 @cache

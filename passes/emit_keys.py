@@ -12,6 +12,7 @@ from torch import fx
 from torch_cascade.compiler.graph import Emitter, Size, shape, tensor
 from torch_cascade.passes.arrange import arranged
 from torch_cascade.passes.axes import ONE, Digit, Dim
+from torch_cascade.passes.devices import reads_fp8
 from torch_cascade.passes.fp8 import Scale
 from torch_cascade.passes.key_limits import emit_limit
 from torch_cascade.passes.pages import Pages, page_size, same_pages
@@ -73,7 +74,8 @@ def paged(segment: Segment, emit: Emitter) -> bool:
 
 def fp8(segment: Segment) -> bool:
     """True iff K and V are both read as fp8."""
-    return segment.k.is_fp8 and segment.v.is_fp8
+    stored = segment.k.is_fp8 and segment.v.is_fp8
+    return stored and reads_fp8(tensor(segment.k.base).device)
 
 
 def padded(emit: Emitter, mask: fx.Node | None, part: Part, keys: Keys) -> fx.Node | None:

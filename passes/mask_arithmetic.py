@@ -43,7 +43,9 @@ def _operands(read: Elements, node: fx.Node, *numbers: Any) -> list[Size] | None
     vals = [value(a) if isinstance(a, fx.Node) else a for a in node.args[: len(numbers)]]
     first, last = (v if isinstance(v, torch.Tensor) else 0 for v in (vals[0], vals[-1]))
     dtype = torch.result_type(first, last)
-    return found if all(read.fits(x, dtype) for x in found) else None
+    held = [isinstance(v, torch.Tensor) and v.dtype == dtype for v in vals]
+    fits = (h or read.fits(x, dtype) for x, h in zip(found, held, strict=True))
+    return found if all(fits) else None
 
 
 def _computed(read: Elements, node: fx.Node, result: Size) -> Tree | None:

@@ -65,8 +65,11 @@ def _arange(read: Elements, node: fx.Node, index: Index) -> Tree | None:
 def _progression(
     read: Elements, node: fx.Node, start: Size, step: Size, position: Size
 ) -> Tree | None:
-    element = sympy.expand(start + step * position)
-    return element if read.fits(element, tensor(node).dtype) else None
+    element, dtype = sympy.expand(start + step * position), tensor(node).dtype
+    # The position is in range, so the ends bound the element whatever its expression looks like.
+    ends = (start, start + step * (shape(node)[0] - 1))
+    fits = read.fits(element, dtype) or all(read.fits(end, dtype) for end in ends)
+    return element if fits else None
 
 
 def _filled(position: int, name: str) -> Rule:

@@ -99,6 +99,8 @@ def _lookup(node: fx.Node) -> tuple[fx.Node, list[tuple[int, fx.Node]]] | None:
         found = [(d, i) for d, i in enumerate(indices) if isinstance(i, fx.Node)]
     else:
         return None
+    if not found:
+        return None
     dims = [d for d, _ in found]
     adjacent = dims == list(range(dims[0], dims[0] + len(dims)))
     integers = all(tensor(index).dtype in _INTEGERS for _, index in found)
@@ -179,7 +181,7 @@ def same_pages(a: Pages | None, b: Pages | None, sizes: Sizes) -> bool:
     pairs = zip(a.dims, b.dims, strict=True)
     return all(
         sizes.equal(x.offset, y.offset)
-        and same_digits(normalise(x.digits, sizes), normalise(y.digits, sizes), sizes.agree)
+        and same_digits(normalise(x.digits, sizes), normalise(y.digits, sizes), sizes.equal)
         for x, y in pairs
     )
 

@@ -46,11 +46,13 @@ def joined(prefix: Tensor, suffix: Tensor) -> Tensor:
 
 def own(t: Tensors) -> Tensor:
     """Suffix keys a branch has, [N, SUFFIX]."""
-    return torch.arange(SUFFIX) < t["suffix_lens"][:, None]
+    keys = t["suffix"].shape[1] * t["nhd_k"].shape[1]
+    return torch.arange(keys) < t["suffix_lens"][:, None]
 
 
 def by_request(t: Tensors) -> Tensor:
-    prefix = torch.arange(PREFIX) < t["lens"][:, None]
+    keys = t["table"].shape[1] * t["nhd_k"].shape[1]
+    prefix = torch.arange(keys) < t["lens"][:, None]
     return joined(prefix.repeat_interleave(T, 0), own(t))[:, None, None]
 
 
@@ -206,3 +208,9 @@ def test_pages_past_the_length_are_not_read() -> None:
         fn = torch.compile(attention(paged, mask=by_request), backend=backend)
         actual = fn(*values_of(spoilt))
     torch.testing.assert_close(actual, expected)
+
+
+def test_symbolic_sizes() -> None:
+    values = values_of(tensors())
+    for part in attends(attention(paged, mask=by_request), values, dynamic=True):
+        assert "kv_lens" in part.kwargs and part.args[3] is None
