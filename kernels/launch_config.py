@@ -134,7 +134,30 @@ def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
     tiles = max(shape.tiles_of * -(-shape.rows // block_m), 1)
     wanted = max(1, 2 * limits.processors // tiles)
     splits = max(1, min(wanted, _MOST_SPLITS, -(-shape.kv_len // block_n)))
-    return SlotConfig(block_m, block_n, 3, splits)
+    return _fitted(SlotConfig(block_m, block_n, 3, splits), widths, limits)
+
+
+def shared_bytes(slot: SlotConfig, widths: Widths) -> int:
+    """Shared memory of a program, estimated from above: tiles of Q, K, V and weights.
+
+    Tests compare it with what compiled kernels take.
+    """
+    d_k, d_v = padded(widths.d_k), padded(widths.d_v)
+    queries = slot.block_m * (d_k + slot.block_n) * widths.q_bytes
+    return queries + slot.stages * slot.block_n * (d_k + d_v) * widths.q_bytes
+
+
+def _fitted(slot: SlotConfig, widths: Widths, limits: DeviceLimits) -> SlotConfig:
+    """The slot, with a shorter pipeline and then smaller tiles where it would not fit."""
+    if shared_bytes(slot, widths) <= limits.shared_memory:
+        return slot
+    if slot.stages > 1:
+        return _fitted(replace(slot, stages=slot.stages - 1), widths, limits)
+    if slot.block_m > 16:
+        return _fitted(replace(slot, block_m=slot.block_m // 2), widths, limits)
+    if slot.block_n > 16:
+        return _fitted(replace(slot, block_n=slot.block_n // 2), widths, limits)
+    return slot
 
 
 def invariant_config(
@@ -142,7 +165,8 @@ def invariant_config(
 ) -> LaunchConfig:
     """A configuration that depends on nothing but the lengths of the segments."""
     slots = tuple(_slot(SlotShape(1, 1, s.kv_len, s.paged), widths, limits) for s in shapes)
-    return LaunchConfig(tuple(replace(slot, block_m=64) for slot in slots))
+    tall = (replace(slot, block_m=64) for slot in slots)
+    return LaunchConfig(tuple(_fitted(slot, widths, limits) for slot in tall))
 
 
 def merge_config(parts: int, rows: int) -> MergeConfig:
