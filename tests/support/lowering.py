@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,9 +13,10 @@ import torch
 from support.capture import joint_graph
 from support.fake_cuda import moved_to_cuda, triton_for_a_gpu
 from torch import Tensor, fx
+from torch._guards import tracing
 
 from torch_cascade.compiler.capture import capture
-from torch_cascade.compiler.graph import Sizes
+from torch_cascade.compiler.graph import Sizes, fake_mode, value
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import PassContext
 from torch_cascade.compiler.pipeline import passes_of
@@ -23,6 +25,7 @@ from torch_cascade.kernels.cpu_attend import attend_cpu
 from torch_cascade.kernels.merge import merge_torch
 from torch_cascade.passes import lower
 from torch_cascade.passes.cascade import CascadePass
+from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.verify import check_graph
 
 
@@ -105,3 +108,52 @@ def fused_on_the_cpu() -> Iterator[StandIn]:
 
     with mock.patch.object(lower, "target_of", target_of):
         yield stand_in
+
+
+@contextmanager
+def fused_in_the_interpreter() -> Iterator[list[int]]:
+    """As `fused_on_the_cpu`, with the real kernels interpreted: one number of parts a call made.
+
+    Interpreted kernels cannot be traced, so each call stands in the graph as it is.
+    """
+    from support.interpreter import interpreted
+
+    from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+
+    real, inline, made = lower.target_of, Inliner.inline, []
+
+    def kernel(q: Tensor, parts: Sequence[KeyPart], *args: Any, **kwargs: Any) -> Any:
+        made.append(len(parts))
+        return attend_merge(q, parts, *args, **kwargs)
+
+    def target_of(device_type: str, **options: Any) -> lower.Target:
+        return lower.Target(real(device_type).functions, kernel, KeyPart)
+
+    def inserted(self: Inliner, call: Call, anchor: fx.Node) -> list[Any]:
+        if call.function is not kernel:
+            return inline(self, call, anchor)
+        with self.graph.inserting_before(anchor):
+            node = self.graph.call_function(kernel, call.args, dict(call.kwargs))
+            results = [self.graph.call_function(operator.getitem, (node, i)) for i in range(2)]
+        node.meta["val"] = _fake_result(call)
+        for result, held in zip(results, node.meta["val"], strict=True):
+            result.meta["val"] = held
+        return results
+
+    with (
+        interpreted(),
+        mock.patch.object(lower, "target_of", target_of),
+        mock.patch.object(Inliner, "inline", inserted),
+    ):
+        yield made
+
+
+def _fake_result(call: Call) -> tuple[Tensor, Tensor]:
+    q, v = value(call.args[0]), value(call.args[1][0].v)
+    order = call.kwargs.get("out_order", (0, 1, 2, 3))
+    sizes = (*q.shape[:3], v.shape[3])
+    with tracing(None), fake_mode(call.args[0].graph):
+        dtype = call.kwargs.get("out_dtype", torch.float32)
+        o = q.new_empty([sizes[d] for d in order], dtype=dtype)
+        lse = q.new_empty(sizes[:3], dtype=torch.float32)
+        return o.permute([order.index(d) for d in range(4)]), lse
