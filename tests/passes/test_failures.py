@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch_cascade.compiler import capture_rules
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import attention as finder
-from torch_cascade.passes import cascade, eager_attention, emit, lower
+from torch_cascade.passes import cascade, eager_attention, emit, inline
 from torch_cascade.passes.failures import Failures
 
 LAYERS = stack(3)
@@ -80,7 +80,7 @@ def test_other_sites_go_on(place, monkeypatch, caplog):
 
 
 def test_one_warning_for_all_sites_and_the_graph_stays_as_it_was(monkeypatch, caplog):
-    monkeypatch.setattr(emit, "_merged", failing(emit._merged))
+    monkeypatch.setattr(emit, "merged", failing(emit.merged))
     record = run()
     assert record.rewritten == 0 and record.before == record.after
     (warned,) = [r for r in caplog.records if r.levelno == logging.WARNING]
@@ -114,7 +114,7 @@ def test_strict_raises_it(name, monkeypatch):
 
 def test_lowering_that_breaks_is_an_error(monkeypatch):
     """The ops it leaves behind would be run one by one, at best."""
-    monkeypatch.setattr(lower, "trace", failing(lower.trace))
+    monkeypatch.setattr(inline, "trace", failing(inline.trace))
     with pytest.raises(BackendCompilerFailed, match="RuntimeError: broken on purpose"):
         run(attention)
 
