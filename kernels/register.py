@@ -54,6 +54,17 @@ def _attend_eager(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Callable[...,
     return checked
 
 
+def _attend_cuda(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    if q.dtype == torch.float64:
+        return attend_math(q, k, v, mask, **options)
+    # Imported here: who has no GPU needs no Triton.
+    from torch_cascade.kernels.triton_launch import attend_triton
+
+    return attend_triton(q, k, v, mask, **options)
+
+
 def _merge_eager(
     o: list[Tensor], lse: list[Tensor], *, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -134,3 +145,4 @@ for _name, _schema in SCHEMAS.items():
         _library.impl(_name, _autocast(_name, _device_type, _key), _key.name)
     torch.library.register_fake(f"cascade::{_name}", _FAKE[_name], lib=_library)
 _library.impl("attend", _attend_eager(attend_cpu), "CPU")
+_library.impl("attend", _attend_eager(_attend_cuda), "CUDA")
