@@ -182,7 +182,7 @@ def _config(
     limits = device_limits(call.q.device)
     if batch_invariant:
         return invariant_config(shapes, widths, limits)
-    rows = [part.kv_rows for part in pair]
+    rows: list[Any] = [part.kv_rows for part in pair]
     nested = len(pair) == 2 and not known(rows[0] == 0) and known(rows[1] % rows[0] == 0)
     return attend_config(shapes, widths, limits, alone=launches == 1, nested=nested)
 
@@ -273,7 +273,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
     """The limits of a CUDA device; those of an H200 for any other (the interpreter)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return DeviceLimits(processors=132, shared_memory=232448)
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 

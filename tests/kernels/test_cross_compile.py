@@ -1,0 +1,121 @@
+"""The launches compiled for GPUs that are not there: they fit, spill nothing, use tensor cores."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from support.cross_compile import A100, B200, H200, Workload, compiled, launches
+
+from torch_cascade.kernels.launch_config import SlotConfig, Widths, shared_bytes
+from torch_cascade.kernels.triton_attend import attend_parts
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(attend_parts, "params"), reason="TRITON_INTERPRET=1: nothing can be compiled"
+)
+BF16 = Workload()
+TARGETS = [A100, H200, B200]
+# Few tall tiles, many splits; then a suffix too long to be a tail.
+LONG = BF16.but(requests=4, branches=16, suffix=256, queries=1)
+FP32 = BF16.but(dtype=torch.float32)
+PAGED = BF16.but(page=16, lens=True, suffix=16)
+# One of each kind: what a change is most likely to break.
+CORE = [
+    BF16,
+    LONG,
+    PAGED,
+    BF16.but(branches=16, softcap=30.0, window=1024, sinks=True),
+    LONG.but(mask=torch.bool, dk=80, dv=80),
+]
+# Float32 products are summed on the ordinary cores ("ieee"), a tile of K in registers. That of D
+# 128 and above does not fit 255 registers. No configuration was chosen for speed here.
+SPILLS = {torch.float32: 4096}
+HALF_SPILLS = 0
+
+
+def everything():
+    """The whole grid of features, sizes and dtypes."""
+    yield from CORE
+    for base in (BF16, LONG):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for dim in (16, 32, 64, 96, 128, 192, 256):
+                yield base.but(dtype=dtype, dk=dim, dv=128 if dim == 192 else dim)
+        for feature in (
+            {"mask": torch.bool},
+            {"mask": torch.bfloat16},
+            {"window": 512},
+            {"lens": True},
+            {"page": 16},
+            {"page": 16, "lens": True},
+            {"softcap": 30.0},
+            {"alibi": True},
+            {"sinks": True},
+            {"segments": 1},
+            {"segments": 3},
+            {"batch_invariant": True},
+            {"positions": False},
+            {"fp8": True},
+            {"fp8": True, "page": 16, "lens": True},
+            {"kv_heads": 1},
+            {"kv_heads": 32},
+            {"queries": 128, "branches": 1},
+            {"requests": 64, "prefix": 128},
+        ):
+            yield base.but(**feature)
+
+
+def check(workload, target):
+    found = launches([workload], target)
+    assert found
+    for launch in found:
+        binary = compiled(launch, target)
+        where = f"{launch} of {workload} on {target.name}: {binary.registers} registers"
+        assert binary.shared <= target.limits.shared_memory, where
+        bound = SPILLS.get(workload.dtype, HALF_SPILLS)
+        assert binary.stack <= bound, f"{where}, {binary.stack} bytes of stack"
+        if launch.kernel is attend_parts:
+            check_attend(launch, binary, workload, target)
+
+
+def check_attend(launch, binary, workload, target):
+    """The estimate of shared memory holds, and 64 rows are Hopper's warp group products."""
+    slots = [
+        SlotConfig(*(launch.constant(f"{name}_{slot}") for name in names), 1)
+        for names in [("BLOCK_M", "BLOCK_N", "STAGES")]
+        for slot in "ab"
+    ]
+    kv_bytes = 1 if workload.fp8 else workload.dtype.itemsize
+    widths = Widths(workload.dk, workload.dv, workload.dtype.itemsize, kv_bytes)
+    estimate = max(shared_bytes(slot, widths) for slot in slots)
+    assert binary.shared <= estimate + SCRATCH, (binary.shared, estimate)
+    if target is H200 and workload.dtype != torch.float32 and slots[0].block_m == 64:
+        assert "wgmma.mma_async" in binary.ptx
+
+
+# Reductions over warps and conversions of layouts; the mask's tile.
+SCRATCH = 20 * 1024
+
+
+@pytest.mark.parametrize("workload", CORE, ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_core(target, workload):
+    check(workload, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", [*dict.fromkeys(everything())][len(CORE) :], ids=str)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.name)
+def test_everything(target, workload):
+    if workload.fp8 and target is A100:
+        pytest.skip("Triton converts fp8 from sm_89 on; passes/devices.py converts before")
+    check(workload, target)
+
+
+def test_the_launches_are_those_of_a_call():
+    """Two segments: one launch that attends and one that merges; three: two and one."""
+    names = [str(launch) for launch in launches([LONG], H200)]
+    assert names == ["attend_parts", "merge_parts"]
+    names = [str(launch) for launch in launches([LONG.but(segments=3)], H200)]
+    assert names == ["attend_parts", "attend_parts", "merge_parts"]
+    (attend,) = launches([BF16.but(requests=64)], H200)
+    assert attend.constant("DIRECT")
