@@ -260,7 +260,9 @@ def _buffers(
     sizes = (call.n, call.heads, call.m, call.d_v)
     out = q.new_empty([sizes[dim] for dim in order], dtype=dtype)
     lse = q.new_empty(sizes[:3], dtype=torch.float32)
-    strides = out.permute([list(order).index(dim) for dim in range(4)]).stride()[:3]
+    strides = tuple(
+        math.prod(sizes[d] for d in order[list(order).index(a) + 1 :]) for a in range(3)
+    )
     if configs[0].direct:
         o_part, lse_part = out, lse  # never written
     else:

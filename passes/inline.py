@@ -49,6 +49,7 @@ class Inliner:
         traces: by function, and what is known of the arguments.
         values: values of traced nodes in the sizes of the graph.
         assumed: traces whose assumptions were made to hold, with the sizes they hold for.
+        originals: see `Abstraction.originals`.
     """
 
     graph: fx.Graph
@@ -56,6 +57,7 @@ class Inliner:
     traces: dict[Any, Trace] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
     assumed: set[Any] = field(default_factory=set)
+    originals: dict[Size, Size] = field(default_factory=dict)
 
     def inline(self, call: Call, anchor: fx.Node) -> list[Any]:
         """Write the trace of a call before `anchor`; returns the call's flat results.
@@ -70,6 +72,7 @@ class Inliner:
             self.traces[key] = trace(call.function, leaves, spec, described, abstraction)
         traced = self.traces[key]
         renamed = dict(zip(traced.symbols, abstraction.atoms, strict=True))
+        self.originals |= abstraction.originals()
         settled = (id(traced), tuple(renamed.values()))
         if settled not in self.assumed:
             self._assume(traced, renamed)
@@ -137,7 +140,7 @@ class Inliner:
     def _size(self, size: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return size
-        real = size.node.expr.xreplace(renamed)
+        real = size.node.expr.xreplace(renamed).subs(self.originals)
         if real.is_number:
             return int(real)
         assert self.sizes.shape_env is not None
