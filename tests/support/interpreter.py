@@ -51,7 +51,7 @@ def interpreted() -> Iterator[None]:
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         builder = interpreter.InterpreterBuilder
-        stack.enter_context(mock.patch.multiple(builder, **_bfloat16(builder)))
+        stack.enter_context(mock.patch.multiple(builder, **_repaired(builder)))
         yield
 
 
@@ -72,10 +72,11 @@ def _patching_once(patch: Callable[[Any], Any], stack: ExitStack) -> Callable[[A
     return once
 
 
-def _bfloat16(builder: Any) -> dict[str, Callable[..., Any]]:
-    """Methods of the interpreter that know bfloat16, of which it has the bits as integers.
+def _repaired(builder: Any) -> dict[str, Callable[..., Any]]:
+    """Methods of the interpreter, repaired.
 
-    Triton 3.6 multiplies these in `tl.dot`, and cuts off what it should round.
+    It has the bits of bfloat16 as integers: it multiplies these in `tl.dot`, and cuts off what it
+    should round (seen in Triton 3.6). Some masks are int64, which it then does not take (3.9).
     """
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
@@ -89,6 +90,9 @@ def _bfloat16(builder: Any) -> dict[str, Callable[..., Any]]:
         bits = handle.data.view("uint16").astype("uint32") << 16
         return TensorHandle(bits.view("float32"), tl.float32)
 
+    def boolean(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), tl.int1)
+
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return original["create_dot"](self, single(a), single(b), *rest)
 
@@ -99,6 +103,17 @@ def _bfloat16(builder: Any) -> dict[str, Callable[..., Any]]:
             cast.data = rounded.numpy().view(cast.data.dtype)
         return cast
 
-    changed = {"create_dot": create_dot, "cast_impl": cast_impl}
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        return original["create_masked_load"](self, pointers, boolean(mask), *rest)
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        return original["create_masked_store"](self, pointers, value, boolean(mask), *rest)
+
+    changed = {
+        "create_dot": create_dot,
+        "cast_impl": cast_impl,
+        "create_masked_load": create_masked_load,
+        "create_masked_store": create_masked_store,
+    }
     original = {name: getattr(builder, name) for name in changed}
     return changed
