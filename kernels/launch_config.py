@@ -132,7 +132,9 @@ def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
     block_m = min(64, padded(shape.rows))
     block_n = 64 if max(padded(widths.d_k), padded(widths.d_v)) * widths.kv_bytes <= 256 else 32
     tiles = max(shape.tiles_of * -(-shape.rows // block_m), 1)
-    wanted = max(1, 2 * limits.processors // tiles)
+    # One program a multiprocessor keeps its memory busy; tall tiles need two to overlap arithmetic.
+    resident = 1 if shape.rows <= block_m else 2
+    wanted = max(1, resident * limits.processors // tiles)
     splits = max(1, min(wanted, _MOST_SPLITS, -(-shape.kv_len // block_n)))
     return _fitted(SlotConfig(block_m, block_n, 3, splits), widths, limits)
 

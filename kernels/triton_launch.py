@@ -271,6 +271,11 @@ def _buffers(
     return _Buffers(o_part, lse_part, out, strides, lse)
 
 
+def _inside(order: Sequence[int], axis: int) -> list[int]:
+    """The dims that are dense within one step along `axis`."""
+    return list(order)[list(order).index(axis) + 1 :]
+
+
 def device_limits(device: torch.device) -> DeviceLimits:
     """The limits of a CUDA device; those of an H200 for any other (the interpreter)."""
     if device.type != "cuda" or not torch.cuda.is_available():
