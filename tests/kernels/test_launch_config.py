@@ -122,7 +122,7 @@ def test_batch_invariance_splits_long_segments():
 @pytest.mark.parametrize("keys", [4096, 32_768])
 def test_few_tiles_are_split_over_the_whole_device(keys):
     (slot,) = attend_config([SlotShape(8, 64, keys)], BF16, H200, alone=True, nested=False).slots
-    assert 8 * slot.splits >= H200.processors
+    assert 8 * (slot.splits + 1) > H200.processors
 
 
 def test_many_tiles_are_not_split():
