@@ -28,10 +28,10 @@ CORE = [
     LONG.but(mask=torch.bool, dk=80, dv=80),
 ]
 # Bytes of stack a thread may spill to; the core has none on Hopper and Blackwell. Half precision: a
-# few values that are not of the loop; more on Ampere, whose tensor cores take Q and the weights from
-# registers; more where 64 rows of 256 numbers are summed in registers (128 of the 255 that a thread
-# has) or both slots have tall tiles. Float32 products ("ieee") are summed on the ordinary cores from
-# tiles in registers, which do not fit; nothing is tuned for speed there.
+# few values that are not of the loop; more on Ampere, whose tensor cores take Q and the weights
+# from registers; more where 64 rows of 256 numbers are summed in registers (128 of the 255 that a
+# thread has) or both slots have tall tiles. Float32 products ("ieee") are summed on the ordinary
+# cores from tiles in registers, which do not fit; nothing is tuned for speed there.
 SPILLS, AMPERE_SPILLS, WIDE_SPILLS, FLOAT32_SPILLS = 32, 128, 320, 8192
 
 
