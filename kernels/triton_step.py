@@ -163,6 +163,9 @@ def attend_run(
     if SCALED:
         scale *= tl.load(k_scale + kv_head)
         value_scale = tl.load(v_scale + kv_head)
+        # On float32 sums: a weight times the scale, rounded to the dtype of q, would be off by it.
+        earlier, earlier_top = acc, top
+        acc = tl.zeros_like(acc)
     if LENS and not GROUPED:
         high = tl.minimum(high, tl.load(seen[10] + kv_row)).to(tl.int32)
     if POSITIONS:
@@ -235,10 +238,11 @@ def attend_run(
         )  # fmt: skip
         v_ok = in_range[:, None] if D_V == PAD_V else in_range[:, None] & (d_v < D_V)[None, :]
         v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
-        if SCALED:
-            weights = weights * value_scale
         weights = weights.to(q_tile.dtype)
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
+    if SCALED:
+        shrink = tl.exp2(earlier_top - tl.where(top == float("-inf"), 0.0, top))
+        acc = acc * value_scale + earlier * shrink[:, None]
     return top, total, acc
 
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from support.triton_scenes import SMALL, assert_right, both_ways, check, launch, scenes
+from support.triton_scenes import PREFIX, SMALL, assert_right, both_ways, check, launch, scenes
 
 from torch_cascade.kernels.reference import attend_reference
 from torch_cascade.kernels.triton_launch import KeyPart, attend_merge, attend_triton
@@ -163,6 +163,14 @@ def test_which_scales_are_given(name, device):
     without = dict.fromkeys(left_out.get(name, ["k_scale", "v_scale"]))
     call = call.but(parts=[part._replace(**without) for part in call.parts])
     assert_right(call(device, configs=[TAIL]), call)
+
+
+@pytest.mark.parametrize("dtype", FLOATING, ids=str)
+def test_one_key_comes_out_as_scaled(dtype, device):
+    """Its weight is 1: nothing may be rounded to the dtype of q."""
+    segment = PREFIX.but(branches=1, keys=1, fp8=True)
+    call = SMALL.but(parts=(segment,), dtype=dtype).call()
+    assert_right(call(device, configs=[launch(1, direct=True)]), call)
 
 
 @pytest.mark.parametrize("k_scale", [-0.7, 0.0])
