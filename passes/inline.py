@@ -17,12 +17,9 @@ from torch import fx
 from torch._guards import tracing
 from torch.utils._pytree import tree_flatten
 
-from torch_cascade.compiler.graph import Size, Sizes, fake_mode
+from torch_cascade.compiler.graph import Size, Sizes, fake_mode, value
+from torch_cascade.passes.inline_values import settle
 from torch_cascade.passes.trace import Abstraction, Trace, trace
-
-# Metadata that hold sizes. Inductor gives the arguments of a Triton kernel, whose strides are other
-# arguments of it, exactly the strides of `eager_input_vals`.
-_VALUES = frozenset({"val", "eager_input_vals"})
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,6 @@ class Inliner:
         traces: by function, and what is known of the arguments.
         values: values of traced nodes in the sizes of the graph.
         assumed: traces whose assumptions were made to hold, with the sizes they hold for.
-        originals: see `Abstraction.originals`.
     """
 
     graph: fx.Graph
@@ -57,7 +53,6 @@ class Inliner:
     traces: dict[Any, Trace] = field(default_factory=dict)
     values: dict[Any, Any] = field(default_factory=dict)
     assumed: set[Any] = field(default_factory=set)
-    originals: dict[Size, Size] = field(default_factory=dict)
 
     def inline(self, call: Call, anchor: fx.Node) -> list[Any]:
         """Write the trace of a call before `anchor`; returns the call's flat results.
@@ -72,7 +67,6 @@ class Inliner:
             self.traces[key] = trace(call.function, leaves, spec, described, abstraction)
         traced = self.traces[key]
         renamed = dict(zip(traced.symbols, abstraction.atoms, strict=True))
-        self.originals |= abstraction.originals()
         settled = (id(traced), tuple(renamed.values()))
         if settled not in self.assumed:
             self._assume(traced, renamed)
@@ -111,15 +105,15 @@ class Inliner:
                 with self.graph.inserting_before(anchor):
                     env[node] = copy = self.graph.node_copy(node, env.__getitem__)
                 copy.meta = _meta(node, anchor)
-                for key in _VALUES & copy.meta.keys():
-                    copy.meta[key] = self._value(node, key, renamed)
+                copy.meta["val"] = self._value(node, renamed)
+                settle(copy)
         raise AssertionError("a traced graph ends with its output")
 
-    def _value(self, node: fx.Node, name: str, renamed: dict[sympy.Symbol, Size]) -> Any:
-        """A value of a traced node in the real sizes; layers of the same sizes share it."""
-        key = (node, name, tuple(renamed.values()))
+    def _value(self, node: fx.Node, renamed: dict[sympy.Symbol, Size]) -> Any:
+        """The value of a traced node in the real sizes; layers of the same sizes share it."""
+        key = (node, tuple(renamed.values()))
         if key not in self.values:
-            self.values[key] = self._rewritten(node.meta[name], renamed)
+            self.values[key] = self._rewritten(value(node), renamed)
         return self.values[key]
 
     def _rewritten(self, val: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
@@ -140,7 +134,7 @@ class Inliner:
     def _size(self, size: Any, renamed: dict[sympy.Symbol, Size]) -> Any:
         if not isinstance(size, (torch.SymInt, torch.SymFloat)):
             return size
-        real = size.node.expr.xreplace(renamed).subs(self.originals)
+        real = size.node.expr.xreplace(renamed)
         if real.is_number:
             return int(real)
         assert self.sizes.shape_env is not None

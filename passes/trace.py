@@ -81,15 +81,6 @@ class Abstraction:
             self._named[expr] = sympy.prod([self._factor(f) for f in factors])
         return self._named[expr]
 
-    def originals(self) -> dict[Size, Size]:
-        """Products that stand for one symbol of the graph, such as b * t for the batch: the symbol.
-
-        What is computed from the tensor in question says the symbol, so must strides.
-        """
-        real = {sympy.Symbol(f"atom{i}", integer=True): atom for i, atom in enumerate(self.atoms)}
-        written = ((named.xreplace(real), expr) for expr, named in self._named.items())
-        return {product: expr for product, expr in written if expr.is_Symbol and product.is_Mul}
-
     def bounds(self) -> tuple[int | None, ...]:
         """For each atom the lower bound that is known of it: 2, 1, 0, or None."""
         return tuple(self._bound(atom) for atom in self.atoms)
