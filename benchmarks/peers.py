@@ -67,7 +67,8 @@ def merged(outputs: list[Tensor], lses: list[Tensor]) -> Tensor:
 
 
 def _kernel(inputs: Inputs) -> Call:
-    from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+    from torch_cascade.kernels.triton_call import KeyPart
+    from torch_cascade.kernels.triton_launch import attend_merge
 
     parts = [
         KeyPart(inputs.prefix_k, inputs.prefix_v, branches=inputs.row.branches),

@@ -38,6 +38,17 @@ from torch_cascade.kernels.triton_step import (
 
 
 @triton.jit
+def place_of(item, rows, splits, kv_heads, BLOCK_M: tl.constexpr):
+    """(row tile, split, KV row, KV head) of an item of a slot, the row tile varying fastest.
+
+    The row tiles that read the same keys run side by side, and the cache serves all but the first.
+    """
+    row_blocks = tl.cdiv(rows, BLOCK_M)
+    pair = item // (row_blocks * splits)
+    return item % row_blocks, (item // row_blocks) % splits, pair // kv_heads, pair % kv_heads
+
+
+@triton.jit
 def attend_parts(
     q,
     o_part,
@@ -188,12 +199,7 @@ def attend_parts(
         positions_stride_n_b, positions_stride_m_b, kv_start_b, window_b, kv_lens_b,
     )  # fmt: skip
     if item < items_a:
-        row_blocks = tl.cdiv(rows_a, BLOCK_M_a)
-        row_block = item % row_blocks
-        split = (item // row_blocks) % splits_a
-        pair = item // (row_blocks * splits_a)
-        kv_row = pair // kv_heads
-        kv_head = pair % kv_heads
+        row_block, split, kv_row, kv_head = place_of(item, rows_a, splits_a, kv_heads, BLOCK_M_a)
         row_info = rows_of(row_block, kv_row, kv_head, branches_a, group, q_len, rows_a, BLOCK_M_a)
         q_tile = load_queries(q, row_info, q_strides, D_K, PAD_K)
         state = empty_state(BLOCK_M_a, PAD_V)
@@ -226,12 +232,7 @@ def attend_parts(
             write_partial(o, lse, split, row_info, row, o_part, lse_part, part_rows, D_V)
     elif SLOTS == 2:
         item -= items_a
-        row_blocks = tl.cdiv(rows_b, BLOCK_M_b)
-        row_block = item % row_blocks
-        split = (item // row_blocks) % splits_b
-        pair = item // (row_blocks * splits_b)
-        kv_row = pair // kv_heads
-        kv_head = pair % kv_heads
+        row_block, split, kv_row, kv_head = place_of(item, rows_b, splits_b, kv_heads, BLOCK_M_b)
         row_info_b = rows_of(
             row_block, kv_row, kv_head, branches_b, group, q_len, rows_b, BLOCK_M_b
         )

@@ -109,6 +109,44 @@ def masked(scores, rows, seen, key, in_range, MASK: tl.constexpr):
 
 
 @triton.jit
+def visible(
+    key,
+    in_range,
+    part,
+    owner,
+    begin,
+    end,
+    GROUPED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Which keys of a tile each row may see, apart from masks: [1 | BLOCK_M, BLOCK_N]."""
+    seen = in_range[None, :]
+    if GROUPED:
+        seen = seen & (part[None, :] == owner[:, None])
+    if POSITIONS:
+        seen = seen & (key[None, :] < end[:, None])
+    if WINDOW:
+        seen = seen & (key[None, :] >= begin[:, None])
+    return seen
+
+
+@triton.jit
+def weigh(scores, top, factor, FOLD: tl.constexpr):
+    """Weights of a tile relative to the new maximum: (weights, maximum, how the old ones shrink).
+
+    FOLD: the scores are still to be multiplied by `factor`, which is positive.
+    """
+    highest = tl.max(scores, 1) * factor if FOLD else tl.max(scores, 1)
+    new_top = tl.maximum(top, highest)
+    # A row that has seen no key yet: any finite reference keeps its weights at 0.
+    reference = tl.where(new_top == float("-inf"), 0.0, new_top)
+    if FOLD:
+        scores = scores * factor
+    return tl.exp2(scores - reference[:, None]), new_top, tl.exp2(top - reference)
+
+
+@triton.jit
 def attend_run(
     q_tile,
     state,
@@ -178,12 +216,16 @@ def attend_run(
                 low = tl.maximum(low, low + (first - low) // BLOCK_N * BLOCK_N)
         if ALIBI:
             slope = tl.load(slopes + head, mask=row_ok, other=0.0) * LOG2E
+    else:
+        begin = owner  # not read
+        end = owner
 
     factor = scale * LOG2E
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_N)
         in_range = key < high
         row = kv_row
+        part = key
         if GROUPED:
             part = key // kv_len
             key = key % kv_len
@@ -208,29 +250,13 @@ def attend_run(
         if MASK != 0:
             scores = masked(scores, rows, seen, key, in_range, MASK)
         if GROUPED or POSITIONS:
-            visible = in_range[None, :]
-            if GROUPED:
-                visible = visible & (part[None, :] == owner[:, None])
-            if POSITIONS:
-                visible = visible & (key[None, :] < end[:, None])
-                if WINDOW:
-                    visible = visible & (key[None, :] >= begin[:, None])
-            scores = tl.where(visible, scores, float("-inf"))
+            seen_here = visible(key, in_range, part, owner, begin, end, GROUPED, POSITIONS, WINDOW)
+            scores = tl.where(seen_here, scores, float("-inf"))
         elif start + BLOCK_N > high:
             scores = tl.where(in_range[None, :], scores, float("-inf"))
-
-        highest = tl.max(scores, 1) * factor if FOLD_HERE else tl.max(scores, 1)
-        new_top = tl.maximum(top, highest)
-        # A row that has seen no key yet: any finite reference keeps its weights at 0.
-        reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-        if FOLD_HERE:
-            weights = tl.exp2(scores * factor - reference[:, None])
-        else:
-            weights = tl.exp2(scores - reference[:, None])
-        shrink = tl.exp2(top - reference)
+        weights, top, shrink = weigh(scores, top, factor, FOLD_HERE)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
-        top = new_top
 
         v_base, v_at = offsets(
             start, row, key, in_range, v_row, v_key, table, table_stride, page_size,

@@ -9,7 +9,7 @@ prove to be laid out alike.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -30,7 +30,8 @@ def settle(node: fx.Node) -> None:
     elif node.target is aten.empty.memory_format:
         node.meta["val"] = _dense(node)
     elif node.target is operator.getitem and _source(node).target is kernel_call:
-        node.meta["val"] = value(_source(node).kwargs["kwargs"][node.args[1]])  # type: ignore[index]
+        written = cast("dict[str, fx.Node]", _source(node).kwargs["kwargs"])
+        node.meta["val"] = value(written[cast("str", node.args[1])])
     if "eager_input_vals" in node.meta:
         node.meta["eager_input_vals"] = fx.map_arg((node.args, node.kwargs), value)
 
@@ -50,7 +51,8 @@ def _measure(node: fx.Node) -> Any:
 def _dense(node: fx.Node) -> torch.Tensor:
     """An allocated buffer: a trace's kernels ask for contiguous ones only."""
     old = value(node)
-    shape = [value(s) if isinstance(s, fx.Node) else s for s in node.args[0]]  # type: ignore[union-attr]
+    sizes = cast("list[int | fx.Node]", node.args[0])
+    shape = [value(size) if isinstance(size, fx.Node) else size for size in sizes]
     strides = [1]
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)

@@ -76,7 +76,8 @@ def target_of(device_type: str, *, batch_invariant: bool = False) -> Target:
     if device_type != "cuda":
         return Target(functions)
     # Imported here: CPUs need no Triton.
-    from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+    from torch_cascade.kernels.triton_call import KeyPart
+    from torch_cascade.kernels.triton_launch import attend_merge
 
     fused = functools.partial(attend_merge, batch_invariant=batch_invariant)
     return Target(functions, fused, KeyPart)

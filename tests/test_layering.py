@@ -37,12 +37,20 @@ MAY_IMPORT = {
 # Files of kernels/ stand alone, but for these: what each may import of the others.
 KERNELS = {
     "kernels.ops": {"kernels.register"},
-    "kernels.register": {"kernels.checks", "kernels.cpu_attend", "kernels.merge", "kernels.sdpa"},
+    "kernels.register": {
+        "kernels.checks",
+        "kernels.cpu_attend",
+        "kernels.merge",
+        "kernels.sdpa",
+        "kernels.triton_launch",
+    },
     "kernels.cpu_attend": {"kernels.dense"},
+    "kernels.triton_call": {"kernels.cpu_attend", "kernels.launch_config"},
     "kernels.triton_launch": {
         "kernels.cpu_attend",
         "kernels.launch_config",
         "kernels.triton_attend",
+        "kernels.triton_call",
         "kernels.triton_merge",
     },
     "kernels.triton_attend": {"kernels.triton_finish", "kernels.triton_step"},

@@ -75,6 +75,7 @@ def test_the_demo_contains_the_extra_hf(extra):
     names = {r.name for r in wanted if r.marker.evaluate({"extra": extra})}
     if extra == "dev":
         assert {"pytest", "ruff", "mypy", "hypothesis", "expecttest"} <= names
-        assert re.search(r'^  "triton>=3\.6; sys_platform == \'linux\'",$', pyproject(), re.MULTILINE)
+        line = r'^  "triton>=3\.6; sys_platform == \'linux\'",$'
+        assert re.search(line, pyproject(), re.MULTILINE)
     else:
         assert {"transformers", "safetensors"} <= names

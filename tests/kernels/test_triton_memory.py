@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from support.triton_scenes import PREFIX, SMALL, assert_right, both_ways, check, launch, scenes
 
 from torch_cascade.kernels.reference import attend_reference
-from torch_cascade.kernels.triton_launch import KeyPart, attend_merge, attend_triton
+from torch_cascade.kernels.triton_call import KeyPart
+from torch_cascade.kernels.triton_launch import attend_merge, attend_triton
 
 FLOATING = [torch.bfloat16, torch.float16, torch.float32]
 TAIL = launch(2, 1, tail=True)

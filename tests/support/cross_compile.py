@@ -20,7 +20,8 @@ import torch
 
 from torch_cascade.kernels import triton_launch
 from torch_cascade.kernels.launch_config import DeviceLimits
-from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+from torch_cascade.kernels.triton_call import KeyPart
+from torch_cascade.kernels.triton_launch import attend_merge
 
 triton = pytest.importorskip("triton")
 

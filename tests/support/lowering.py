@@ -54,7 +54,7 @@ def lowered_for_cuda(gm: fx.GraphModule, context: PassContext) -> fx.Graph:
 
 
 class FakePart(NamedTuple):
-    """Stands for `kernels.triton_launch.KeyPart`."""
+    """Stands for `kernels.triton_call.KeyPart`."""
 
     k: Tensor
     v: Tensor
@@ -118,7 +118,8 @@ def fused_in_the_interpreter() -> Iterator[list[int]]:
     """
     from support.interpreter import interpreted
 
-    from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+    from torch_cascade.kernels.triton_call import KeyPart
+    from torch_cascade.kernels.triton_launch import attend_merge
 
     real, inline, made = lower.target_of, Inliner.inline, []
 

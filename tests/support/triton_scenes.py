@@ -19,7 +19,8 @@ from torch.nn.functional import normalize
 
 from torch_cascade.kernels.launch_config import LaunchConfig, SlotConfig
 from torch_cascade.kernels.reference import attend_reference, merge_reference
-from torch_cascade.kernels.triton_launch import KeyPart, attend_merge
+from torch_cascade.kernels.triton_call import KeyPart
+from torch_cascade.kernels.triton_launch import attend_merge
 
 from .tolerance import assert_close_to_reference
 
