@@ -61,9 +61,10 @@ def naive(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, suffix_k: Tensor, suffi
 
 def merged(outputs: list[Tensor], lses: list[Tensor]) -> Tensor:
     """Partial outputs [..., D] with natural log-sum-exps [...], merged in the outputs' dtype."""
-    lse = torch.stack(lses).float()
-    weights = torch.softmax(lse, 0).unsqueeze(-1)
-    return (torch.stack(outputs).float() * weights).sum(0).to(outputs[0].dtype)
+    total = functools.reduce(torch.logaddexp, [lse.float() for lse in lses])
+    parts = zip(outputs, lses, strict=True)
+    shares = [out.float() * torch.exp(lse.float() - total).unsqueeze(-1) for out, lse in parts]
+    return functools.reduce(torch.add, shares).to(outputs[0].dtype)
 
 
 def _kernel(inputs: Inputs) -> Call:
