@@ -61,9 +61,11 @@ def naive(q: Tensor, prefix_k: Tensor, prefix_v: Tensor, suffix_k: Tensor, suffi
 
 def merged(outputs: list[Tensor], lses: list[Tensor]) -> Tensor:
     """Partial outputs [..., D] with natural log-sum-exps [...], merged in the outputs' dtype."""
-    total = functools.reduce(torch.logaddexp, [lse.float() for lse in lses])
-    parts = zip(outputs, lses, strict=True)
-    shares = [out.float() * torch.exp(lse.float() - total).unsqueeze(-1) for out, lse in parts]
+    top = functools.reduce(torch.maximum, lses).float()
+    weights = [torch.exp(lse.float() - top) for lse in lses]
+    total = functools.reduce(torch.add, weights)
+    parts = zip(outputs, weights, strict=True)
+    shares = [out.float() * (weight / total).unsqueeze(-1) for out, weight in parts]
     return functools.reduce(torch.add, shares).to(outputs[0].dtype)
 
 
