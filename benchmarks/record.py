@@ -64,7 +64,7 @@ class Record:
     """Everything that a run measured.
 
     Attributes:
-        benchmark: `attention` or `generate`.
+        benchmark: `attention`, `generate` or `tune`.
         unit: of times, `us` or `ms`.
         columns: names of the sizes in a line's label.
         settings: options of the run.

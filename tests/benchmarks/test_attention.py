@@ -16,6 +16,8 @@ from torch_cascade.benchmarks import (
     attention,
     ceilings,
     check,
+    command,
+    contest,
     flashinfer_peer,
     inputs,
     peers,
@@ -110,7 +112,7 @@ def test_the_reference_is_attention_over_the_expanded_prefix():
 @pytest.mark.parametrize("place", ["last prefix token", "first suffix key", "last suffix key"])
 def test_a_needle_that_is_not_read_is_found(place):
     case = given(needles=True)
-    judged = attention.Case(case)
+    judged = contest.Case(case)
     k_prefix, k_suffix = case.prefix_k.clone(), case.suffix_k.clone()
     if place == "last prefix token":
         k_prefix[:, :, -1] = -30.0 * k_prefix[:, :, -1]
@@ -123,7 +125,7 @@ def test_a_needle_that_is_not_read_is_found(place):
 def test_a_missing_block_of_a_long_prefix_is_found():
     row = Row(1, 2, 4096, 1, 4)
     case = inputs.draw(row, HEADS, CPU, torch.bfloat16, 0)
-    judged = attention.Case(case)
+    judged = contest.Case(case)
     assert judged.judge(peers.naive(*case.tensors())).right
     short = [case.prefix_k[:, :, :-16], case.prefix_v[:, :, :-16]]
     assert not judged.judge(peers.naive(case.q, *short, case.suffix_k, case.suffix_v)).right
@@ -205,8 +207,8 @@ def installed(monkeypatch):
 @pytest.mark.parametrize("name", [name for name in peers.NAMES if name != "kernel"])
 def test_every_peer_computes_the_same(name, row, installed):
     (peer,) = (peer for peer in peers.PEERS if peer.name == name)
-    cases = [attention.Case(given(needles, row)) for needles in (False, True)]
-    found = attention.verdict(peer, cases)
+    cases = [contest.Case(given(needles, row)) for needles in (False, True)]
+    found = contest.verdict(peer, cases)
     assert found.status == record.OK, found.reason
     assert peer.make(cases[0].inputs)().shape == cases[0].inputs.q.shape
 
@@ -214,17 +216,17 @@ def test_every_peer_computes_the_same(name, row, installed):
 def test_the_whole_path_is_rewritten_and_right():
     (peer,) = (peer for peer in peers.PEERS if peer.name == "cascade")
     torch._dynamo.reset()
-    assert attention.verdict(peer, [attention.Case(given(needles=True))]).status == record.OK
+    assert contest.verdict(peer, [contest.Case(given(needles=True))]).status == record.OK
 
 
 INTERPRETED = """
 import torch
-from torch_cascade.benchmarks import attention, inputs, peers, rows
+from torch_cascade.benchmarks import contest, inputs, peers, rows
 heads = rows.Heads(query=4, kv=2, dim=16, element=4)
 drawn = inputs.draw(rows.Row(2, 3, 40, 2, 5), heads, torch.device("cpu"), torch.float32, 0)
-cases = [attention.Case(drawn), attention.Case(inputs.with_needles(drawn))]
+cases = [contest.Case(drawn), contest.Case(inputs.with_needles(drawn))]
 (kernel,) = (peer for peer in peers.PEERS if peer.name == "kernel")
-print(attention.verdict(kernel, cases).status, kernel.make(drawn)().stride() == drawn.q.stride())
+print(contest.verdict(kernel, cases).status, kernel.make(drawn)().stride() == drawn.q.stride())
 """
 
 
@@ -261,12 +263,9 @@ def test_wrong_and_failing_engines_are_not_timed(monkeypatch):
         peers.Peer("full", fail("CUDA out of memory. Tried to allocate")),
         peers.Peer("broken", fail("first\nsecond")),
         peers.Peer("elsewhere", fail("never called"), cuda_only=True),
-        peers.Peer("not asked for", fail("never called")),
     )
-    monkeypatch.setattr(peers, "PEERS", engines)
-    monkeypatch.setattr(attention.timing, "prepare", _as_called)
-    names = [peer.name for peer in engines[:-1]]
-    results, prepared = attention.prepare(names, given(), CPU)
+    monkeypatch.setattr(contest.timing, "prepare", _as_called)
+    results, prepared = contest.prepare(engines, given(), CPU)
     assert list(prepared) == ["ours"]
     assert {name: result.status for name, result in results.items()} == {
         "ours": record.OK,
@@ -280,17 +279,17 @@ def test_wrong_and_failing_engines_are_not_timed(monkeypatch):
 
 
 def _as_called(call):
-    return attention.timing.Prepared(call, None)
+    return contest.timing.Prepared(call, None)
 
 
 def test_a_replay_that_leaves_something_unwritten_is_wrong():
-    case = attention.Case(given())
+    case = contest.Case(given())
     out = peers.naive(*case.inputs.tensors())
-    complete = attention.timing.Prepared(lambda: out.copy_(case.eager), out)
-    partial = attention.timing.Prepared(lambda: out[1:].copy_(case.eager[1:]), out)
+    complete = contest.timing.Prepared(lambda: out.copy_(case.eager), out)
+    partial = contest.timing.Prepared(lambda: out[1:].copy_(case.eager[1:]), out)
     fine = record.Result(record.OK)
-    assert attention.replayed(complete, case, fine) is fine
-    assert attention.replayed(partial, case, fine).status == record.WRONG
+    assert contest.replayed(complete, case, fine) is fine
+    assert contest.replayed(partial, case, fine).status == record.WRONG
 
 
 @pytest.mark.parametrize(
@@ -323,10 +322,10 @@ def test_the_whole_command_on_a_stand_in(tmp_path, monkeypatch, capsys, installe
         assert flush.kind == "write" and repeat == 3 and set(prepared) == set(given_us)
         return {name: given_us[name] for name in prepared}
 
-    monkeypatch.setattr(attention, "cuda_device", lambda: CPU)
-    monkeypatch.setattr(attention.timing, "FLUSH_BYTES", 64)
-    monkeypatch.setattr(attention.timing, "prepare", _as_called)
-    monkeypatch.setattr(attention.timing, "interleaved", timed)
+    monkeypatch.setattr(command, "cuda_device", lambda: CPU)
+    monkeypatch.setattr(contest.timing, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(contest.timing, "prepare", _as_called)
+    monkeypatch.setattr(contest.timing, "interleaved", timed)
     monkeypatch.setattr(ceilings, "measure", lambda *_: MEASURED)
     file = tmp_path / "run.json"
     options = ["--rows", "2,3,33,2,5", "1,2,40,1,3", "--repeat", "3", "--flush", "write"]
