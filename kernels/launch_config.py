@@ -128,8 +128,13 @@ def attend_config(
     return LaunchConfig((first, _slot(shapes[1], widths, limits)))
 
 
+def _tallest(widths: Widths) -> int:
+    """Rows of the tallest tile. float32 products use no tensor cores, and registers instead."""
+    return 64 if widths.q_bytes <= 2 else 32
+
+
 def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
-    block_m = min(64, padded(shape.rows))
+    block_m = min(_tallest(widths), padded(shape.rows))
     block_n = 64 if max(padded(widths.d_k), padded(widths.d_v)) * widths.kv_bytes <= 256 else 32
     tiles = max(shape.tiles_of * -(-shape.rows // block_m), 1)
     # One program a multiprocessor keeps its memory busy; tall tiles need two to overlap arithmetic.
@@ -167,7 +172,7 @@ def invariant_config(
 ) -> LaunchConfig:
     """A configuration that depends on nothing but the lengths of the segments."""
     slots = tuple(_slot(SlotShape(1, 1, s.kv_len, s.paged), widths, limits) for s in shapes)
-    tall = (replace(slot, block_m=64) for slot in slots)
+    tall = (replace(slot, block_m=_tallest(widths)) for slot in slots)
     return LaunchConfig(tuple(_fitted(slot, widths, limits) for slot in tall))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_cascade.kernels.triton_step import LN2, LOG2E
+from torch_cascade.kernels.triton_step import LN2, LOG2E, place_at
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def with_sinks(o, lse, rows, sinks, SINKS: tl.constexpr):
     if SINKS:
         row_ok, batch, head, token = rows
         pointer, stride_n, stride_h, stride_m = sinks
-        at = batch.to(tl.int64) * stride_n + head * stride_h + token * stride_m
+        at = place_at(batch, head, token, stride_n, stride_h, stride_m)
         sink = tl.load(pointer + at, mask=row_ok, other=float("-inf")).to(tl.float32) * LOG2E
         top = tl.maximum(lse, sink)
         reference = tl.where(top == float("-inf"), 0.0, top)
@@ -53,7 +53,7 @@ def write_final(o, lse, rows, row, sinks, out, strides, lse_out, D: tl.constexpr
     row_ok, batch, head, token = rows
     stride_n, stride_h, stride_m = strides
     d = tl.arange(0, o.shape[1])
-    at = batch.to(tl.int64) * stride_n + head * stride_h + token * stride_m
+    at = place_at(batch, head, token, stride_n, stride_h, stride_m)
     ok = row_ok[:, None] & (d < D)[None, :]
     tl.store(out + at[:, None] + d[None, :], o.to(out.dtype.element_ty), mask=ok)
     tl.store(lse_out + row, lse * LN2, mask=row_ok)

@@ -50,8 +50,9 @@ def merge_parts(
     for i in tl.static_range(ROWS):
         row = tl.program_id(0) * ROWS + i
         row_ok = row < part_rows
-        m = row % q_len
-        h = (row // q_len) % heads
+        # int64: any stride may be huge
+        m = (row % q_len).to(tl.int64)
+        h = ((row // q_len) % heads).to(tl.int64)
         n = (row // (q_len * heads)).to(tl.int64)
 
         top = tl.full([], float("-inf"), tl.float32)

@@ -24,12 +24,19 @@ def rows_of(row_block, kv_row, kv_head, branches, group, q_len, rows, BLOCK_M: t
 
 
 @triton.jit
+def place_at(batch, head, token, stride_n, stride_h, stride_m):
+    """The element of a row in a tensor [N, Hq, M, ...], int64: any of its strides may be huge."""
+    at = batch.to(tl.int64) * stride_n
+    return at + head.to(tl.int64) * stride_h + token.to(tl.int64) * stride_m
+
+
+@triton.jit
 def load_queries(q, rows, strides, D: tl.constexpr, PAD: tl.constexpr):
     """The query tile [BLOCK_M, PAD], 0 beyond the rows and the head size."""
     row_ok, batch, head, token = rows
     stride_n, stride_h, stride_m = strides
     d = tl.arange(0, PAD)
-    at = batch.to(tl.int64) * stride_n + head * stride_h + token * stride_m
+    at = place_at(batch, head, token, stride_n, stride_h, stride_m)
     ok = row_ok[:, None] & (d < D)[None, :]
     return tl.load(q + at[:, None] + d[None, :], mask=ok, other=0.0)
 
@@ -82,7 +89,7 @@ def bounds_of(rows, seen, kv_len, WINDOW: tl.constexpr):
     """By positions, row i sees the keys [begin, end) of its segment: (position, begin, end)."""
     row_ok, batch, _head, token = rows
     positions, stride_n, stride_m, kv_start, window = seen[5:10]
-    at = batch.to(tl.int64) * stride_n + token * stride_m
+    at = batch.to(tl.int64) * stride_n + token.to(tl.int64) * stride_m
     position = tl.load(positions + at, mask=row_ok, other=0) - kv_start
     end = tl.minimum(tl.maximum(position + 1, 0), kv_len).to(tl.int32)
     begin = tl.zeros_like(end)
@@ -96,7 +103,7 @@ def masked(scores, rows, seen, key, in_range, MASK: tl.constexpr):
     """The scores with a mask tensor applied: MASK 1 is bool (True = visible), 2 is added."""
     row_ok, batch, head, token = rows
     mask, stride_n, stride_h, stride_m, stride_k = seen[0:5]
-    at = batch.to(tl.int64) * stride_n + head * stride_h + token * stride_m
+    at = place_at(batch, head, token, stride_n, stride_h, stride_m)
     at = at[:, None] + key.to(tl.int64)[None, :] * stride_k
     value = tl.load(mask + at, mask=row_ok[:, None] & in_range[None, :], other=0)
     if MASK == 1:
