@@ -81,15 +81,10 @@ def prove_layers(model: nn.Module, rotaries: Sequence[Rotary]) -> tuple[LayerRot
     eager = torch.compiler.set_stance("force_eager")
     with preserved(rotaries), torch.no_grad(), eager:
         probes = run_probes(model, rotaries, NEAR)
-        layers = _prove(probes, rotaries)
-        if not takes_positions(model):
-            return layers
-        probes += run_probes(model, rotaries, far_positions(model, rotaries))
-        return _prove(probes, rotaries)
-
-
-def _prove(probes: Sequence[Probe], rotaries: Sequence[Rotary]) -> tuple[LayerRotation, ...]:
-    return tuple(_prove_layer(layer, probes, rotaries) for layer in range(len(probes[0].keys)))
+        _drift(0, probes)  # learned positions have no far ones
+        if takes_positions(model):
+            probes += run_probes(model, rotaries, far_positions(model, rotaries))
+        return tuple(_prove_layer(layer, probes, rotaries) for layer in range(len(probes[0].keys)))
 
 
 def _prove_layer(layer: int, probes: Sequence[Probe], rotaries: Sequence[Rotary]) -> LayerRotation:

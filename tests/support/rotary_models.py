@@ -134,6 +134,8 @@ CASES = {
         (None,) * 2,
     ),
 }
+# Those that can be told positions.
+PLACED = [name for name in CASES if name != "bloom"]
 _LATENT = {
     "num_key_value_heads": 6,
     "q_lora_rank": None,
