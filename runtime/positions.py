@@ -117,11 +117,13 @@ class RotatedSlice:
         start: the first rotated feature.
         interleaved: neighbours are a pair (GPT-J, Cohere); else feature i of the slice and feature
             i + pairs are (Llama, GPT-NeoX).
+        clockwise: the model turns by minus the angle (nanochat).
     """
 
     pairs: int
     start: int = 0
     interleaved: bool = False
+    clockwise: bool = False
 
     @property
     def end(self) -> int:
@@ -130,7 +132,8 @@ class RotatedSlice:
 
     def __str__(self) -> str:
         pairing = "neighbouring" if self.interleaved else "half-rotated"
-        return f"{pairing} pairs in features {self.start}:{self.end}"
+        direction = " clockwise" if self.clockwise else ""
+        return f"{pairing} pairs in features {self.start}:{self.end}{direction}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,7 +259,7 @@ def rotate_keys(keys: Tensor, by: Turn, where: RotatedSlice) -> Tensor:
     """
     _check_keys(keys, by, where)
     compute = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    cos, sin = by.cos.to(compute), by.sin.to(compute)
+    cos, sin = by.cos.to(compute), (-by.sin if where.clockwise else by.sin).to(compute)
     part = keys[..., where.start : where.end].to(compute)
     if where.interleaved:
         real, imaginary = part[..., 0::2], part[..., 1::2]

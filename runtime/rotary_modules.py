@@ -125,9 +125,14 @@ def find_rotaries(model: nn.Module) -> tuple[Rotary, ...]:
         ['rotary_emb']
     """
     get_decoder = getattr(model, "get_decoder", None)
-    decoder = (get_decoder() if get_decoder is not None else None) or model
+    decoder = get_decoder() if get_decoder is not None else None
+    # What a model calls its decoder may be the head that decodes, as in ModernBERT.
+    return (_find(decoder) if decoder is not None else ()) or _find(model)
+
+
+def _find(root: nn.Module) -> tuple[Rotary, ...]:
     found: list[Rotary] = []
-    for path, module in decoder.named_modules():
+    for path, module in root.named_modules():
         for rotary in _of_module(path, module):
             if not any(_equal(rotary, other) for other in found):
                 found.append(rotary)

@@ -147,9 +147,10 @@ def _candidates(
     for index, count in enumerate(pairs):
         starts = sorted({0, features - 2 * count}) if 2 * count <= features else []
         found += [
-            (index, RotatedSlice(count, start, interleaved))
+            (index, RotatedSlice(count, start, interleaved, clockwise))
             for start in starts
             for interleaved in (False, True)
+            for clockwise in (False, True)
         ]
     return found
 

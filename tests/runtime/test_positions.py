@@ -24,6 +24,7 @@ WHERE = [
     RotatedSlice(3, start=2, interleaved=True),
     RotatedSlice(2, start=4),
     RotatedSlice(1, start=3, interleaved=True),
+    RotatedSlice(3, start=1, clockwise=True),
 ]
 SHIFTS = [(0, 1), (0, 16), (7, 3), (131_072, 5), (0, 131_072), (1_000_000, 999_000)]
 SLICES = pytest.mark.parametrize("where", WHERE, ids=str)
@@ -39,7 +40,8 @@ def oracle(keys, where, old, new):
     order = torch.arange(2 * where.pairs)
     order = order.view(-1, 2).T if where.interleaved else order.view(2, -1)
     z = torch.complex(part[..., order[0]], part[..., order[1]])
-    z = z * torch.polar(torch.ones(()).double(), new.double() - old.double())[:, None]
+    angle = new.double() - old.double()
+    z = z * torch.polar(torch.ones(()).double(), -angle if where.clockwise else angle)[:, None]
     out = keys.double().clone()
     out[..., where.start + order[0]] = z.real
     out[..., where.start + order[1]] = z.imag

@@ -119,6 +119,12 @@ CASES = {
     "smollm3": Case(
         "SmolLM3", _WIDTHS | {"no_rope_layers": [1, 0, 1]}, (("0:8", False), None, ("0:8", False))
     ),
+    "nanochat": Case("NanoChat", _WIDTHS, (("0:8 clockwise", False),) * 3),
+    "modernbert": Case(
+        "ModernBertDecoder",
+        _WIDTHS
+        | {"layer_types": _TYPES, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2},
+    ),
     "falcon": Case("Falcon", _WIDTHS, causal="FalconForCausalLM"),
     "gpt_oss": Case("GptOss", _WIDE | _EXPERTS | {"rope_parameters": {"rope_theta": 1e5} | _YARN}),
     "llama4": Case(
