@@ -35,6 +35,9 @@ class Reason(enum.Enum):
     LAYOUT = "layout"
     EMPTY_SEGMENT = "empty-segment"
     MASK_SHAPE = "mask-shape"
+    # Analysis: token rows.
+    NO_TOKEN_RULE = "no-token-rule"
+    TOKENS_MIXED = "tokens-mixed"
     # Decision.
     NOT_PROFITABLE = "not-profitable"
     NEVER = "decide-never"
@@ -129,6 +132,14 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.MASK_SHAPE: Explanation(
         "The mask does not provably broadcast to [batch, heads, queries, keys].",
         "Give the mask 4 dimensions.",
+    ),
+    Reason.NO_TOKEN_RULE: Explanation(
+        "Below the check layer stands an op without a rule for computing some tokens only.",
+        "Ask for a rule; all tokens are computed.",
+    ),
+    Reason.TOKENS_MIXED: Explanation(
+        "Below the check layer an op mixes tokens, so some of them cannot be computed alone.",
+        "Outside of attention, keep tokens apart; of logits ask for the last tokens only.",
     ),
     Reason.NOT_PROFITABLE: Explanation(
         "The cost model says that the rewrite reads no less memory at these sizes.",

@@ -49,14 +49,29 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     "Mpt": {"d_model": 48, "n_heads": 6, "n_layers": 2, "max_seq_len": 64},
     "Olmo2": _WIDTHS,
     "Mixtral": _WIDTHS | {"num_local_experts": 4, "sliding_window": None},
+    "Qwen2": _WIDTHS,
+    "Falcon": {"hidden_size": 48, "num_attention_heads": 6, "alibi": False},
+    "Qwen2Moe": _WIDTHS
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
+    "Starcoder2": _WIDTHS | {"sliding_window": None},
+    "Cohere": _WIDTHS,
+    "Granite": _WIDTHS,
+    "StableLm": _WIDTHS,
 }
 _CAUSAL = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 # These have no SDPA, and compute their softmax in float32 or lower: soft-cap and sinks, ALiBi.
 EAGER_ONLY = ("Gemma2", "GptOss")
 ALIBI = ("Bloom", "Mpt")
-FAMILIES = tuple(family for family in _EXTRAS if family not in EAGER_ONLY + ALIBI)
+# Spellings of their own for the blend pass only: their attention is that of the others.
+MORE = ("Qwen2", "Falcon", "Qwen2Moe", "Starcoder2", "Cohere", "Granite", "StableLm")
+FAMILIES = tuple(family for family in _EXTRAS if family not in EAGER_ONLY + ALIBI + MORE)
 WINDOWED = ("Mistral", "Gemma3Text")
-EXPERTS = ("Mixtral", "GptOss")
+EXPERTS = ("Mixtral", "GptOss", "Qwen2Moe")
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
