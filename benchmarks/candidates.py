@@ -49,10 +49,8 @@ def enumerate_all(row: Row, heads: Heads, limits: DeviceLimits) -> list[LaunchCo
     firsts = [*dict.fromkeys(_firsts(prefix, limits))]
     tails = TAIL_KEYS if row.branches * row.suffix <= MOST_TAIL else ()
     made = [_with_tail(first, keys) for first, keys in product(firsts, tails)]
-    for first, (keys, stages) in product(firsts, SUFFIX_TILES):
-        block_m = min(64, padded(suffix.rows))
-        second = SlotConfig(block_m, min(keys, padded(suffix.kv_len)), stages, splits=1)
-        made.append(LaunchConfig((first, second), _warps(first)))
+    seconds = [_suffix(suffix, keys, stages) for keys, stages in SUFFIX_TILES]
+    made += [LaunchConfig((first, s), _warps(first)) for first, s in product(firsts, seconds)]
     return [*dict.fromkeys(made)]
 
 
@@ -68,6 +66,14 @@ def _firsts(prefix: SlotShape, limits: DeviceLimits) -> Iterator[SlotConfig]:
 def _with_tail(first: SlotConfig, keys: int) -> LaunchConfig:
     second = SlotConfig(first.block_m, keys, first.stages, splits=1)
     return LaunchConfig((first, second), _warps(first), direct=first.splits == 1, tail=True)
+
+
+def _suffix(suffix: SlotShape, keys: int, stages: int) -> SlotConfig:
+    block_m = min(64, padded(suffix.rows))
+    all_keys = padded(suffix.kv_len)
+    if all_keys <= keys:  # one tile: there is no pipeline
+        return SlotConfig(block_m, all_keys, min(STAGES), splits=1)
+    return SlotConfig(block_m, keys, stages, splits=1)
 
 
 def _warps(first: SlotConfig) -> int:

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch_cascade.benchmarks import candidates, command, contest, inputs, peers, record, tables
 from torch_cascade.benchmarks.record import Line, Record, Result
 from torch_cascade.benchmarks.rows import Heads, Row
+from torch_cascade.benchmarks.spread import Spread
 from torch_cascade.kernels.launch_config import DeviceLimits, LaunchConfig
 
 CHOSEN = "chosen"  # key of a line's details: the name of the configuration `attend_config` takes
@@ -121,6 +122,7 @@ def measure_row(
     if options.jobs > 1:
         plain = inputs.draw(row, Heads(), device, contest.DTYPE, options.seed)
         compile_all([engine.make(plain) for engine in engines], options.jobs, device)
+        del plain  # the same are drawn again for the check
     return judged(contest.measure_row(engines, row, made, options, device), field)
 
 
@@ -157,23 +159,24 @@ def judged(line: Line, field: Field) -> Line:
 
 def regret(results: dict[str, Result], chosen: str) -> float | None:
     """Percent that `chosen` takes longer than the fastest; None where it was not timed."""
-    best = record.fastest(results, list(results))
-    time = results[chosen].time
-    if best is None or time is None:
-        return None
-    return _over(time.median, results[best])
+    times = timed(results)
+    return _over(times[chosen], times) if chosen in times else None
 
 
-def _over(median: float, best: Result) -> float:
-    if best.time is None:
-        raise ValueError("best: expected a result that was timed")
-    return 100.0 * (median / best.time.median - 1.0)
+def timed(results: dict[str, Result]) -> dict[str, Spread]:
+    """Times by name, fastest first."""
+    found = {name: r.time for name, r in results.items() if r.time is not None}
+    return dict(sorted(found.items(), key=lambda item: item[1].median))
+
+
+def _over(time: Spread, times: dict[str, Spread]) -> float:
+    return 100.0 * (time.median / min(t.median for t in times.values()) - 1.0)
 
 
 def summary(line: Line) -> str:
     """The choice and the best in one line."""
-    timed = sum(result.time is not None for result in line.results.values())
-    said = f"{timed} of {len(line.results)} timed, {len(line.details['left_out'])} left out"
+    left_out = len(line.details["left_out"])
+    said = f"{len(timed(line.results))} of {len(line.results)} timed, {left_out} left out"
     best, percent = line.details["best"], line.details["regret_percent"]
     if percent is None:
         return f"{said}; the choice {line.details[CHOSEN]} was not timed"
@@ -191,32 +194,21 @@ def table(made: Record, show: int) -> Table:
         drawn.add_column(heading, justify="right")
     for line in made.lines:
         drawn.add_section()
-        best, timed = line.details["best"], _ranked(line)
-        for place, name in enumerate(timed, 1):
+        times = timed(line.results)
+        for place, (name, time) in enumerate(times.items(), 1):
             mine = name == line.details[CHOSEN]
             if place > show and not mine:
                 continue
-            result = line.results[name]
-            head = (line.label, tables.number(line.goal)) if place == 1 else ("", "")
-            said = f"[bold]{name} (chosen)[/]" if mine else name
-            spread = result.time
-            if spread is None:
-                continue
             drawn.add_row(
-                *head,
+                line.label if place == 1 else "",
+                tables.number(line.goal) if place == 1 else "",
                 str(place),
-                said,
-                tables.cell(line, result, ours=True),
-                f"{tables.number(spread.low)} to {tables.number(spread.high)}",
-                f"{_over(spread.median, line.results[best]):.1f} %",
+                f"[bold]{name} (chosen)[/]" if mine else name,
+                tables.cell(line, line.results[name], ours=True),
+                f"{tables.number(time.low)} to {tables.number(time.high)}",
+                f"{_over(time, times):.1f} %",
             )
     return drawn
-
-
-def _ranked(line: Line) -> list[str]:
-    """Names of what was timed, fastest first."""
-    medians = {name: r.time.median for name, r in line.results.items() if r.time is not None}
-    return sorted(medians, key=lambda name: medians[name])
 
 
 def overall(made: Record) -> list[str]:

@@ -35,7 +35,7 @@ def test_every_combination_is_there():
                 if c.slots[0].splits == splits
             ]
             tails = [(True, keys, tile[2]) for keys in (16, 32, 64)]
-            assert sorted(seconds) == sorted([*tails, (False, 16, 2), (False, 16, 3)])
+            assert sorted(seconds) == sorted([*tails, (False, 16, 2)])
 
 
 def test_tiles_of_the_suffix():
@@ -43,6 +43,9 @@ def test_tiles_of_the_suffix():
     seconds = {c.slots[1] for c in made}
     assert seconds == {SlotConfig(16, n, s, 1) for n, s in ((64, 3), (64, 2), (128, 2))}
     assert not any(c.tail for c in made)  # 4,096 keys a tile
+    one_or_two_tiles = {c.slots[1] for c in every(Row(1, 64, 8192, 1, 128))}
+    assert one_or_two_tiles == seconds
+    assert {c.slots[1] for c in every(Row(1, 64, 8192, 1, 60))} == {SlotConfig(16, 64, 2, 1)}
 
 
 def test_a_tail_is_tried_beyond_what_is_chosen_but_not_far():
