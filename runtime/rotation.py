@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_cascade.runtime.positions import RopeTable, Turn, rotate_keys, turn
 from torch_cascade.runtime.rotary_modules import Rotary, find_rotaries
 from torch_cascade.runtime.rotation_check import LayerRotation, prove_layers
-from torch_cascade.runtime.rotation_probes import RotationError
+from torch_cascade.runtime.rotation_probes import RotationError, check_model
 
 __all__ = ["LayerRotation", "ModelRotation", "RotationError", "verify_rotation"]
 
@@ -131,6 +131,7 @@ def verify_rotation(model: nn.Module) -> ModelRotation:
         True
     """
     model = getattr(model, "_orig_mod", model)
+    check_model(model)
     rotaries = find_rotaries(model)
     layers = prove_layers(model, rotaries)
     used = sorted({layer.rotary for layer in layers if layer.rotary is not None})

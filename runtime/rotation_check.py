@@ -32,7 +32,6 @@ from torch_cascade.runtime.rotation_probes import (
     NEAR,
     Probe,
     RotationError,
-    check_model,
     far_positions,
     run_probes,
     takes_positions,
@@ -73,11 +72,9 @@ def prove_layers(model: nn.Module, rotaries: Sequence[Rotary]) -> tuple[LayerRot
     """Find each layer's rotation, or refuse the model; its rotary modules stay as they were.
 
     Raises:
-        TypeError: no transformers model.
         RotationError: no embedding of the model with any pairing explains a layer's keys; or the
             hidden states depend on the position, as with learned positions.
     """
-    check_model(model)
     eager = torch.compiler.set_stance("force_eager")
     with preserved(rotaries), torch.no_grad(), eager:
         probes = run_probes(model, rotaries, NEAR)

@@ -59,7 +59,8 @@ def check_model(model: nn.Module) -> None:
 
     Raises:
         TypeError: no transformers model.
-        RotationError: in training mode, an encoder-decoder, or with recurrent layers.
+        RotationError: in training mode, an encoder-decoder, with positions of several coordinates,
+            or with recurrent layers.
     """
     if not hasattr(model, "config") or not hasattr(model, "get_input_embeddings"):
         raise TypeError(f"model must be a transformers decoder, got {type(model).__name__}")
@@ -68,6 +69,9 @@ def check_model(model: nn.Module) -> None:
     config: Any = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise RotationError("only decoders: the keys of an encoder-decoder have two meanings")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if "mrope_section" in rope or any(hasattr(m, "mrope_section") for m in model.modules()):
+        raise RotationError("positions of this model have several coordinates (mrope)")
     kinds = {type(layer) for layer in DynamicCache(config=config.get_text_config()).layers}
     others = sorted(kind.__name__ for kind in kinds - {DynamicLayer, DynamicSlidingWindowLayer})
     if others:

@@ -158,6 +158,17 @@ REFUSED = {
     "gpt2": (Case("GPT2", _GPT, causal="GPT2LMHeadModel"), "values of layer 0 depend"),
     "opt": (Case("OPT", _WIDTHS | {"ffn_dim": 72}), "values of layer 0 depend"),
     "deepseek_v3": (Case("DeepseekV3", _WIDTHS | _LATENT), "values of layer 0 depend"),
+    "qwen2_vl": (
+        Case(
+            "Qwen2VL",
+            {
+                "text_config": _llama(mrope_section=[1, 1, 2]),
+                "vision_config": {"depth": 1, "embed_dim": 32, "hidden_size": 48, "num_heads": 2},
+            },
+            causal="Qwen2VLForConditionalGeneration",
+        ),
+        "several coordinates .mrope.",
+    ),
     "hunyuan": (Case("HunYuanDenseV1", _WIDE), "turns the keys of layer 0"),
     "qwen3_next": (Case("Qwen3Next", _WIDE), "holds more than keys and values"),
 }
