@@ -177,8 +177,9 @@ def shared_arguments(call: Call, buffers: Buffers) -> dict[str, Any]:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if allowed else "ieee"
+    # Not `allow_tf32`: reading it raises where the user has set the precision by its new name.
+    allowed = torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if allowed and dtype == torch.float32 else "ieee"
 
 
 def slot_arguments(call: Call, part: KeyPart, slot: SlotConfig, base: int) -> dict[str, Any]:
