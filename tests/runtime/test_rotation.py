@@ -185,3 +185,18 @@ def test_nothing_is_compiled():
     model.forward = torch.compile(model.forward, backend="eager")
     verify_rotation(model)
     assert not torch._dynamo.utils.counters["stats"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "smollm3", "dynamic", "gptj"])
+def test_all_layers_in_one_graph(name):
+    rotation = verify_rotation(CASES[name].model())
+    tables, here = rotation.tables(20), torch.arange(TOKENS)
+
+    def layers(keys, old, new):
+        turns = rotation.turns(tables, tables, old, new)
+        return [rotation.rotate(k, layer, turns) for layer, k in enumerate(keys)]
+
+    inputs = [torch.randn(2, 3, TOKENS, 8) for _ in rotation.layers], here, here + OLD[:2] + 9
+    compiled = torch.compile(layers, backend="aot_eager", fullgraph=True, dynamic=True)
+    for got, wanted in zip(compiled(*inputs), layers(*inputs), strict=True):
+        assert torch.equal(got, wanted)
