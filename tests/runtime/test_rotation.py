@@ -16,6 +16,7 @@ from support.rotary_models import (
 from support.tolerance import assert_close_to_reference, max_error
 
 from torch_cascade.runtime.positions import turn
+from torch_cascade.runtime.rotary_modules import find_rotaries
 from torch_cascade.runtime.rotation import verify_rotation
 
 TOKENS = 7
@@ -155,6 +156,15 @@ def test_cached_at_zero_elsewhere_or_not_rotated_at_all():
     eager = keys_at(model, ids, new)[0]
     for keys in (*moved, raw):
         assert_close_to_reference(keys, eager, fresh)
+
+
+def test_equal_embeddings_count_once():
+    one, same, other, scaled = (
+        CASES[name].model().model.rotary_emb for name in ("default", "default", "linear", "default")
+    )
+    scaled.attention_scaling = 1.25
+    found = find_rotaries(torch.nn.ModuleList([one, same, other, scaled]))
+    assert [rotary.name for rotary in found] == ["0", "2", "3"]
 
 
 def test_bad_lengths_and_tables():
