@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import fx
 
@@ -25,10 +26,12 @@ class MadeRows:
     """What was written.
 
     Attributes:
+        index: the rows.
         rows: for each demand of the plan, the node that holds its rows.
         fused: for each barrier, its keys and values for all tokens.
     """
 
+    index: fx.Node
     rows: dict[Demand, fx.Node]
     fused: dict[fx.Node, tuple[fx.Node, fx.Node]]
 
@@ -44,7 +47,22 @@ def over_cached(maker: Maker, marker: fx.Node, k: fx.Node, v: fx.Node) -> tuple[
     return maker.scatter(k_cached, 2, k), maker.scatter(v_cached, 2, v)
 
 
-def apply_rows(plan: RowPlan, index: fx.Node, *, fuse: Fuse = over_cached) -> MadeRows:
+@dataclass(frozen=True)
+class Narrowed:
+    """Rows that are some of the rows of an earlier plan (gradual filtering).
+
+    Attributes:
+        made: what the earlier plan wrote.
+        local: int64, dims as the index: places in the earlier index, which at these is the index.
+    """
+
+    made: MadeRows
+    local: fx.Node
+
+
+def apply_rows(
+    plan: RowPlan, index: fx.Node, *, narrowed: Narrowed | None = None, fuse: Fuse = over_cached
+) -> MadeRows:
     """Insert the nodes of a plan; the barriers' results are replaced, nothing else is.
 
     The nodes that make rows of a value stand before that value, but after the index. The caller
@@ -54,18 +72,23 @@ def apply_rows(plan: RowPlan, index: fx.Node, *, fuse: Fuse = over_cached) -> Ma
         plan: of the graph that `index` is in.
         index: int64, the tokens that are wanted: [N, K] where each batch row has its own (plan with
             a batch; [1, K] or [K] without), in any order. Positions count from 0 in the T tokens.
+        narrowed: where the rows of a plan with `earlier` rows are taken from.
         fuse: how the rows of a barrier's k and v become keys and values for all tokens.
 
     Raises:
         ValueError: the index has another dtype or other dims.
     """
     _check_index(plan, index)
-    maker = Maker(index, per_batch_row=plan.batch is not None)
-    made = MadeRows({}, {})
+    each = plan.batch is not None
+    maker, made = Maker(index, per_batch_row=each), MadeRows(index, {}, {})
+    narrow = None if narrowed is None else _Narrow(narrowed, each)
     order = {node: i for i, node in enumerate(index.graph.nodes)}
     events: list[Step | fx.Node] = [*plan.steps, *plan.barriers]
     for event in sorted(events, key=lambda event: order[_node(event)]):
-        if isinstance(event, Step):
+        if isinstance(event, Step) and event.narrowed:
+            assert narrow is not None, "the plan has earlier rows"
+            made.rows[event.demand] = narrow.rows(event)
+        elif isinstance(event, Step):
             made.rows[event.demand] = _written(maker, event, made.rows)
         else:
             maker.place(event)
@@ -77,6 +100,24 @@ def apply_rows(plan: RowPlan, index: fx.Node, *, fuse: Fuse = over_cached) -> Ma
             assert isinstance(which, int)
             user.replace_all_uses_with(results[which])
     return made
+
+
+class _Narrow:
+    """Gathers from the rows of an earlier plan."""
+
+    def __init__(self, narrowed: Narrowed, each: bool) -> None:
+        self.made, self.maker = narrowed.made, Maker(narrowed.local, per_batch_row=each)
+        self.count = shape(narrowed.made.index)[-1]
+
+    def rows(self, step: Step) -> fx.Node:
+        source, rows = self.made.rows[step.demand], step.demand[1]
+        self.maker.place_after(source)
+        tokens = replace(rows.tokens, length=self.count)
+        batch = rows.batch
+        if batch is not None and batch.dim == tokens.dim:
+            inner = batch.inner * self.count / rows.tokens.length
+            batch = replace(batch, inner=sympy.cancel(inner))
+        return self.maker.gather(source, Rows(tokens, batch))
 
 
 def _node(event: Step | fx.Node) -> fx.Node:

@@ -12,7 +12,7 @@ its name, unless its value may be computed in full: then that is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -61,11 +61,13 @@ class Step:
         demand: the value and its rows.
         operands: of which rows are needed; the other arguments are taken as they are.
         gathered: the value is gathered from the full one; there are no operands then.
+        narrowed: it is gathered from the rows of an earlier plan.
     """
 
     demand: Demand
     operands: tuple[Operand, ...] = ()
     gathered: bool = False
+    narrowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def plan_rows(
     batch: Size | None = None,
     rows: Sequence[Demand] = (),
     whole: Sequence[fx.Node] = (),
+    earlier: Collection[Demand] = (),
     sizes: Sizes,
 ) -> RowPlan | Declined:
     """Plan the rows of some values, and all that they need.
@@ -104,6 +107,7 @@ def plan_rows(
         rows: the values and the axes along which rows are wanted.
         whole: values wanted for all tokens, such as a cache's keys: below the frontier they need
             a barrier.
+        earlier: rows that an earlier plan makes, of which these are some: they are gathered.
         sizes: facts about the sizes.
 
     Raises:
@@ -116,7 +120,7 @@ def plan_rows(
                     f"rows of {node.name}: expected dim {axis.dim} of size {axis.size}, "
                     f"got {shape(node)}"
                 )
-    return _Planner(frontier, tokens, batch, sizes).plan(graph, rows, whole)
+    return _Planner(frontier, tokens, batch, sizes, earlier).plan(graph, rows, whole)
 
 
 @dataclass
@@ -125,17 +129,18 @@ class _Planner:
     tokens: Size
     batch: Size | None
     sizes: Sizes
+    earlier: Collection[Demand]
     steps: dict[Demand, Step] = field(default_factory=dict)
     barriers: dict[fx.Node, tuple[Demand, Demand]] = field(default_factory=dict)
     _rows: list[Demand] = field(default_factory=list)
-    _whole: list[fx.Node] = field(default_factory=list)
+    _whole: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
     _seen: set[fx.Node] = field(default_factory=set)
 
     def plan(
         self, graph: fx.Graph, rows: Iterable[Demand], whole: Iterable[fx.Node]
     ) -> RowPlan | Declined:
         self._rows += [(seen_through(node), asked) for node, asked in rows]
-        self._whole += whole
+        self._whole += [(node, node) for node in whole]
         while self._rows or self._whole:
             declined = self._next()
             if declined is not None:
@@ -146,7 +151,7 @@ class _Planner:
 
     def _next(self) -> Declined | None:
         if self._whole:
-            return self._need_whole(self._whole.pop())
+            return self._need_whole(*self._whole.pop())
         demand = self._rows.pop()
         if demand in self.steps:
             return None
@@ -158,19 +163,24 @@ class _Planner:
         if not step.gathered:
             taken = {(o.name, o.index) for o in step.operands}
             others = (n for name, i, n in operands(demand[0]) if (name, i) not in taken)
-            self._whole += others
+            self._whole += [(node, node) for node in others]
         return None
 
-    def _need_whole(self, node: fx.Node) -> Declined | None:
-        """A value for all tokens: as it is above the frontier, through barriers below it."""
+    def _need_whole(self, node: fx.Node, wanted: fx.Node) -> Declined | None:
+        """A value for all tokens: as it is above the frontier, through barriers below it.
+
+        Args:
+            node: the value.
+            wanted: what it is needed for, to be named where that fails.
+        """
         if node in self._seen or node not in self.frontier.below:
             return None
         self._seen.add(node)
         if node.target is reuse_kv:
             return self._barrier(node)
         if node.target in CONTRACTIONS:
-            return mixed(node, "it would be needed for all tokens, below the check layer")
-        self._whole += node.all_input_nodes
+            return mixed(wanted, f"it would need all tokens of {node.name}, below the check layer")
+        self._whole += [(source, wanted) for source in node.all_input_nodes]
         return None
 
     def _barrier(self, marker: fx.Node) -> Declined | None:
@@ -195,9 +205,14 @@ class _Planner:
 
     def _gathered(self, node: fx.Node, rows: Rows) -> Step | None:
         """Values that are there; not constants, whose rows need no gather."""
+        own_rows = self.batch is None or rows.batch is not None
+        single = isinstance(node.meta["val"], torch.Tensor)
+        if own_rows and single and (node, rows) in self.earlier:
+            return Step((node, rows), gathered=True, narrowed=True)
         made_of_nothing = node.op == "call_function" and not node.all_input_nodes
         source = node.args[0] if is_result(node) else None
         full = node in self.frontier.full or source in self.frontier.full
+        full |= source is not None and node not in self.frontier.below
         return Step((node, rows), gathered=True) if full and not made_of_nothing else None
 
     def _made(self, node: fx.Node, rows: Rows) -> Step | Declined:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -27,6 +28,9 @@ from torch_cascade.passes.token_rows import Axis, Places, Rows
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+# What was found of a view, as every layer of a model has the same ones.
+_VIEWS: WeakKeyDictionary[Sizes, dict[Any, Axis | None]] = WeakKeyDictionary()
 
 
 def _source(node: fx.Node) -> fx.Node:
@@ -110,13 +114,15 @@ def _expand(node: fx.Node, axis: Axis, sizes: Sizes) -> Places:
 )
 def _view(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     """The elements before and after the axis, in row-major order, are the same on both sides."""
-    before, after = around(shape(node), axis)
-    given = shape(_source(node))
-    for dim in range(len(given)):
-        place = _cut(given, dim, before, after, axis, sizes)
-        if place is not None:
-            return {"self": place}
-    return mixed(node, f"no dim of {list(given)} holds the tokens of dim {axis.dim}")
+    given, asked = shape(_source(node)), (shape(node), shape(_source(node)), axis)
+    known = _VIEWS.setdefault(sizes, {})
+    if asked not in known:
+        before, after = around(shape(node), axis)
+        cuts = (_cut(given, dim, before, after, axis, sizes) for dim in range(len(given)))
+        known[asked] = next((place for place in cuts if place is not None), None)
+    if known[asked] is None:
+        return mixed(node, f"no dim of {list(given)} holds the tokens of dim {axis.dim}")
+    return {"self": known[asked]}
 
 
 def _cut(
@@ -177,11 +183,11 @@ def _select(node: fx.Node, axis: Axis, sizes: Sizes) -> Places:
     return {"self": axis.at(axis.dim + (axis.dim >= _dim(node)))}
 
 
-@token_rule(aten.flip.default)
+@token_rule(aten.flip.default, prims.rev.default)
 def _flip(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     if axis.dim in {d % rank_of(node) for d in bound(node)["dims"]}:
         return mixed(node, "it reverses the tokens")
-    return {"self": axis}
+    return {"self": axis, "a": axis}
 
 
 @token_rule(aten.constant_pad_nd.default)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,11 +57,13 @@ class Marked:
     Attributes:
         graph: functional ATen with one `reuse_kv` a layer; the logits of the last token and the
             caches' keys and values come out.
+        module: holds its constants.
         inputs: real values of its placeholders, by name.
         values: what each node is for them, by name.
     """
 
     graph: fx.Graph
+    module: fx.GraphModule
     inputs: dict[str, Any]
     values: dict[str, Any]
 
@@ -74,17 +76,23 @@ class Marked:
         return node
 
 
-def prefill(family: str, *, padded: bool = False, **changes: Any) -> tuple[Callable[..., Any], Any]:
-    """(function, its arguments): a prefill of a tiny float64 model through marked layers."""
-    model = tiny_model(family, **changes)
+def prefill(
+    family: str,
+    *,
+    padded: bool = False,
+    dtype: torch.dtype = torch.float64,
+    experts: str = "batched_mm",
+    layers: int = 2,
+) -> tuple[Callable[..., Any], Any]:
+    """(function, its arguments): a prefill of a tiny model through marked layers."""
+    model = tiny_model(family, dtype, num_hidden_layers=layers)
     if family in EXPERTS:
-        model.set_experts_implementation("batched_mm")
+        model.set_experts_implementation(experts)
     heads, size = _kv_sizes(family, model.config)
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(3, VOCABULARY, (BATCH, TOKENS), generator=generator)
-    layers = model.config.num_hidden_layers
     shape = (2 * layers, BATCH, heads, TOKENS, size)
-    cached = torch.randn(shape, dtype=torch.float64, generator=generator).unbind()
+    cached = torch.randn(shape, dtype=dtype, generator=generator).unbind()
     fresh = torch.arange(TOKENS - FRESH, TOKENS).repeat(BATCH, 1)
     seen = torch.ones(BATCH, TOKENS, dtype=torch.int64)
     seen[0, :2] = 0
@@ -116,8 +124,10 @@ class _Values(fx.Interpreter):
         return self.found[n.name]
 
 
-@lru_cache(maxsize=None)
-def marked(family: str, *, padded: bool = False, dynamic: bool | None = None) -> Marked:
+@cache
+def marked(
+    family: str, *, padded: bool = False, dynamic: bool | None = None, layers: int = 2
+) -> Marked:
     """A family's prefill, captured and computed."""
     flat: list[Any] = []
 
@@ -129,10 +139,15 @@ def marked(family: str, *, padded: bool = False, dynamic: bool | None = None) ->
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    fn, args = prefill(family, padded=padded)
+    fn, args = prefill(family, padded=padded, layers=layers)
     gm = joint_graph(fn, *args, prepare=capture, dynamic=dynamic, inner_compile=keep)
+    return computed(gm, flat)
+
+
+def computed(gm: fx.GraphModule, flat: Sequence[Any]) -> Marked:
+    """A captured prefill, computed for the values of its placeholders."""
     interpreter = _Values(gm)
     with torch.no_grad():
         interpreter.run(*flat)
     names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
-    return Marked(gm.graph, dict(zip(names, flat, strict=True)), interpreter.found)
+    return Marked(gm.graph, gm, dict(zip(names, flat, strict=True)), interpreter.found)

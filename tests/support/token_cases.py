@@ -112,6 +112,7 @@ VIEWS = [
     case(aten.select.int, x, 1, 2),
     case(aten.select.int, x, -1, -1),
     case(aten.flip.default, x, [1], dims={0, 2}),
+    case(prims.rev.default, x, [1], dims={0, 2}),
     case(aten.constant_pad_nd.default, x, [1, 2, 0, 0], dims={0, 1}),
     case(aten.repeat.default, x, [1, 2, 1], dims={0, 2}),
     case(aten.repeat.default, x, [2, 1, 1, 1], dims={1, 2, 3}),
