@@ -85,3 +85,16 @@ def test_positions_are_the_index_itself():
     gathered = [step.demand[0] for step in made.plan.steps if step.gathered]
     assert [node.op for node in gathered] == ["placeholder"]
     assert not made.graph.find_nodes(op="call_function", target=torch.ops.aten.index_select.default)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPTNeoX", "Gemma2"])
+def test_attention_written_by_hand(family):
+    """Matrix products and a softmax, in which batch and heads share a dim.
+
+    No padding: the float64 fill of its mask is -inf in their float32 softmax, and all is NaN.
+    """
+    found = marked(family, attention="eager")
+    attention = torch.ops.cascade.sdpa.default
+    assert not found.graph.find_nodes(op="call_function", target=attention)
+    for layer in (0, None):
+        assert_hidden(found, EACH, layer=layer)
