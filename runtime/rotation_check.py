@@ -12,8 +12,9 @@ distances that go beyond the model's longest sequence. The largest error that ro
     two keys: 6 sqrt(2) u. Sine and cosine in float32 err by up to 4 ulp: below 8 eps(float32) more.
 
 Attention sinks are the one thing that lets rounding into the hidden states of a lone token, and a
-router of experts can make much of it. The values, which no one rotates, show how much: tokens whose
-values moved by more than half of the digits are left out, and the others' keys may move as much.
+router of experts can make much of it. The values, which no one rotates, show how much: the half of
+the tokens whose values moved least are compared, their keys may have moved as much, and what has
+lost half of its digits proves nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class LayerRotation:
     Attributes:
         rotary: index of its embedding; None for a layer without one, whose keys stay as they are.
         where: the features that are rotated; None for none.
-        error: the largest relative error of a pair in the proof, less the noise of the values.
-        bound: what rounding explains.
+        error: the largest relative error of a pair in the proof.
+        bound: what rounding explains, in the rotations and before them.
     """
 
     rotary: int | None
@@ -78,21 +79,21 @@ def prove_layers(model: nn.Module, rotaries: Sequence[Rotary]) -> tuple[LayerRot
     eager = torch.compiler.set_stance("force_eager")
     with preserved(rotaries), torch.no_grad(), eager:
         probes = run_probes(model, rotaries, NEAR)
-        _drift(0, probes)  # learned positions have no far ones
+        _calm(0, probes)  # learned positions have no far ones
         if takes_positions(model):
             probes += run_probes(model, rotaries, far_positions(model, rotaries))
         return tuple(_prove_layer(layer, probes, rotaries) for layer in range(len(probes[0].keys)))
 
 
 def _prove_layer(layer: int, probes: Sequence[Probe], rotaries: Sequence[Rotary]) -> LayerRotation:
-    calm, drift = _drift(layer, probes)
+    calm, noise = _calm(layer, probes)
     steps = [
         _Step(
             (a.position, b.position),
             (a.keys[layer][calm], b.keys[layer][calm]),
             (a.tables, b.tables),
         )
-        for a, b in [*itertools.pairwise(probes), (probes[-1], probes[0])]
+        for a, b in itertools.pairwise(probes)
     ]
     keys = steps[0].keys[0]
     if not bool(keys.any()):
@@ -100,12 +101,12 @@ def _prove_layer(layer: int, probes: Sequence[Probe], rotaries: Sequence[Rotary]
             f"the keys of layer {layer} are all zero: nothing can be proved on them"
         )
     tried = [
-        (max(_error(step, index, where, drift) for step in steps), index, where)
+        (max(_error(step, index, where) for step in steps), index, where)
         for index, where in _candidates([t.pairs for t in probes[0].tables], keys.shape[3])
     ]
     error, index, where = min(tried, key=lambda candidate: candidate[0])
     rounding = 3 * math.sqrt(2) * torch.finfo(probes[0].dtype).eps
-    bound = rounding + 8 * torch.finfo(torch.float32).eps
+    bound = rounding + 8 * torch.finfo(torch.float32).eps + noise
     if error <= bound:
         return LayerRotation(index, where, error, bound)
     name = "unrotated keys" if index is None else f"{rotaries[index].name} with {where}"
@@ -115,8 +116,8 @@ def _prove_layer(layer: int, probes: Sequence[Probe], rotaries: Sequence[Rotary]
     )
 
 
-def _drift(layer: int, probes: Sequence[Probe]) -> tuple[Tensor, float]:
-    """How far values depend on the position: tokens that are calm, and the most among these.
+def _calm(layer: int, probes: Sequence[Probe]) -> tuple[Tensor, float]:
+    """The half of the tokens whose values depend on the position least, int64, and how much.
 
     Raises:
         RotationError: it is no noise. In layer 0, which nothing precedes, there is none.
@@ -125,11 +126,13 @@ def _drift(layer: int, probes: Sequence[Probe]) -> tuple[Tensor, float]:
     size = first.flatten(1).norm(dim=1).clamp_min(_TINY)
     moved = torch.stack([(p.values[layer] - first).flatten(1).norm(dim=1) for p in probes])
     drift = moved.amax(0) / size
+    calm = drift.argsort()[: len(drift) // 2]
     eps = torch.finfo(probes[0].dtype).eps
-    calm = drift <= (eps if layer == 0 else min(math.sqrt(eps), _NOISE))
-    needed = len(calm) if layer == 0 else len(calm) // 2
-    if int(calm.sum()) >= needed:
-        return calm, float(drift[calm].max())
+    if layer == 0 and bool((drift <= eps).all()):
+        return calm, 0.0
+    noise = float(drift[calm].max())
+    if layer > 0 and noise <= min(math.sqrt(eps), _NOISE):
+        return calm, noise
     raise RotationError(
         f"the values of layer {layer} depend on the position (relative change "
         f"{float(drift.max()):.2g}): learned positions, or a latent cache (MLA) that keeps rotated "
@@ -152,8 +155,8 @@ def _candidates(
     return found
 
 
-def _error(step: _Step, index: int | None, where: RotatedSlice | None, drift: float) -> float:
-    """The largest relative error of a pair that this candidate leaves, less the noise."""
+def _error(step: _Step, index: int | None, where: RotatedSlice | None) -> float:
+    """The largest relative error of a pair that this candidate leaves; infinity for none."""
     keys, wanted = step.keys
     if index is not None and where is not None:
         old, new = (torch.tensor([p], device=keys.device) for p in step.positions)
@@ -161,8 +164,8 @@ def _error(step: _Step, index: int | None, where: RotatedSlice | None, drift: fl
         by = turn(tables[0], tables[1], old, new, dtype=torch.float64)
         keys = rotate_keys(keys, by, where)
     size, error = _by_pair(wanted, where), _by_pair(keys - wanted, where)
-    noise = drift * size.square().mean().sqrt()
-    return float(((error - noise).clamp_min(0) / size.clamp_min(_TINY)).max())
+    relative = error / size.clamp_min(_TINY)
+    return float(relative.nan_to_num(nan=math.inf).max())
 
 
 def _by_pair(x: Tensor, where: RotatedSlice | None) -> Tensor:
