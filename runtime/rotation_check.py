@@ -12,8 +12,8 @@ distances that go beyond the model's longest sequence. The largest error that ro
     two keys: 6 sqrt(2) u. Sine and cosine in float32 err by up to 4 ulp: below 8 eps(float32) more.
 
 Attention sinks are the one thing that lets rounding into the hidden states of a lone token, and a
-router of experts can make much of it. The values, which no one rotates, show how much: the half of
-the tokens whose values moved least are compared, their keys may have moved as much, and what has
+router of experts can make much of it. The values, which no one rotates, show how much: the quarter
+of the tokens whose values moved least is compared, their keys may have moved as much, and what has
 lost half of its digits proves nothing.
 """
 
@@ -117,7 +117,7 @@ def _prove_layer(layer: int, probes: Sequence[Probe], rotaries: Sequence[Rotary]
 
 
 def _calm(layer: int, probes: Sequence[Probe]) -> tuple[Tensor, float]:
-    """The half of the tokens whose values depend on the position least, int64, and how much.
+    """The quarter of the tokens whose values depend on the position least, int64, and how much.
 
     Raises:
         RotationError: it is no noise. In layer 0, which nothing precedes, there is none.
@@ -126,17 +126,21 @@ def _calm(layer: int, probes: Sequence[Probe]) -> tuple[Tensor, float]:
     size = first.flatten(1).norm(dim=1).clamp_min(_TINY)
     moved = torch.stack([(p.values[layer] - first).flatten(1).norm(dim=1) for p in probes])
     drift = moved.amax(0) / size
-    calm = drift.argsort()[: len(drift) // 2]
+    calm = drift.argsort()[: len(drift) // 4]
     eps = torch.finfo(probes[0].dtype).eps
     if layer == 0 and bool((drift <= eps).all()):
         return calm, 0.0
     noise = float(drift[calm].max())
     if layer > 0 and noise <= min(math.sqrt(eps), _NOISE):
         return calm, noise
+    why = (
+        "learned positions, or a latent cache (MLA) that keeps rotated keys as values"
+        if layer == 0
+        else "too much rounding before it (attention sinks, a router) to prove its rotation"
+    )
     raise RotationError(
-        f"the values of layer {layer} depend on the position (relative change "
-        f"{float(drift.max()):.2g}): learned positions, or a latent cache (MLA) that keeps rotated "
-        "keys as values"
+        f"the values of layer {layer} depend on the position, relative change "
+        f"{float(drift.max()):.2g}: {why}"
     )
 
 

@@ -24,7 +24,7 @@ from transformers.cache_utils import (  # isort: skip  (prefix_layers says what 
     DynamicSlidingWindowLayer,
 )
 
-_TOKENS = 16
+_TOKENS = 32
 # Near positions first: a model with learned positions has few, and is refused by these.
 NEAR = (0, 1, 5)
 _FAR = (17, 1024)
