@@ -129,7 +129,7 @@ def attend_cpu(
     else:
         o, lse = _unpack(o, sizes), _unpack(lse, sizes)
     if bias is not None:  # the kernel reports lse = 0 for a row that sees no key
-        lse = lse.masked_fill(bias.amax(-1) == -math.inf, -math.inf)
+        lse = lse.masked_fill(_highest(bias) == -math.inf, -math.inf)
     return o, lse
 
 
@@ -210,6 +210,15 @@ def _flash_computes(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> b
         and known(k.stride(3) == 1)
         and known(v.stride(3) == 1)
     )
+
+
+def _highest(bias: Tensor) -> Tensor:
+    """The largest value of each row.
+
+    Not `amax`: Inductor would vectorise that together with whatever computes the mask, and does not
+    compile some of it (2.13: a padded bool mask read at an index). It calls `topk` as it is.
+    """
+    return torch.topk(bias, 1)[0].squeeze(-1)
 
 
 def _accumulation_dtype(q: Tensor) -> torch.dtype:

@@ -20,6 +20,7 @@ from torch import Tensor
 Size = int | torch.SymInt
 
 FP8 = torch.float8_e4m3fn
+_NO_BLOCK = 2**31 - 1  # no pool has as many
 
 
 class Dense(NamedTuple):
@@ -93,7 +94,9 @@ def _read_pages(page_table: Tensor, kv_lens: Tensor | None, page_size: Size) -> 
 def _gathered(pool: Tensor, page_table: Tensor) -> Tensor:
     """[blocks, Hkv, page_size, D] -> [R, Hkv, L, D], a copy stored as [R, L, Hkv, D]."""
     (rows, pages), (_, heads, page_size, width) = page_table.shape, pool.shape
-    read = pool.transpose(1, 2).index_select(0, page_table.reshape(-1))
+    # Compiled code would count a negative entry from the end: it names no block, here as in eager.
+    named = torch.where(page_table < 0, _NO_BLOCK, page_table).reshape(-1)
+    read = pool.transpose(1, 2).index_select(0, named)
     return read.view(rows, pages * page_size, heads, width).transpose(1, 2)
 
 

@@ -16,10 +16,9 @@ from torch_cascade.passes.attention import find_attention
 from torch_cascade.passes.describe import describe_scores, describe_segment, describe_shapes
 from torch_cascade.passes.emit import emit_cascade
 from torch_cascade.passes.failures import Failures
-from torch_cascade.passes.key_limits import Rows
 from torch_cascade.passes.mask import MaskReader
-from torch_cascade.passes.plan import CascadePlan, plan, resolve
-from torch_cascade.passes.prefix import Segment, batch_size
+from torch_cascade.passes.plan import CascadePlan, limit_rows, plan, resolve
+from torch_cascade.passes.prefix import Segment
 from torch_cascade.passes.site import AttentionSite
 
 
@@ -128,7 +127,6 @@ def _site_record(
     decision: Decision | None,
     declined: Declined | None,
 ) -> SiteRecord:
-    batch = batch_size(site)
     return SiteRecord(
         node=site.node.name,
         where=source_line(site.node),
@@ -136,7 +134,7 @@ def _site_record(
         shapes=describe_shapes(site),
         scores=describe_scores(site),
         segments=tuple(
-            describe_segment(s, reader.segment(site, s.start, s.length, Rows(s.kept, batch)))
+            describe_segment(s, reader.segment(site, s.start, s.length, limit_rows(site, s)))
             for s in resolved
         ),
         decision=decision,

@@ -134,11 +134,22 @@ def _parts(
     parts: list[Part] = []
     for group in groups:
         length = sum((s.length for s in group), sympy.Integer(0))
-        rows = Rows(group[0].kept, batch_size(site))
-        mask = reader.segment(site, group[0].start, length, rows)
+        mask = reader.segment(site, group[0].start, length, limit_rows(site, group[0]))
         if not mask.hidden:
             parts.append(Part(tuple(group), mask))
     return tuple(parts)
+
+
+def limit_rows(site: AttentionSite, segment: Segment) -> Rows | None:
+    """The KV rows of a segment whose numbers of visible keys are worth reading, else None.
+
+    A page must not be read past its row's keys, and a GPU's kernels stop there. A CPU would gain
+    nothing: it copies dense K and V, each time, so that what lies behind is not read.
+    """
+    on_cpu = tensor(site.q.node).device.type == "cpu"
+    if on_cpu and not segment.is_stored:
+        return None
+    return Rows(segment.kept, batch_size(site))
 
 
 def _joinable(a: Segment, b: Segment, sizes: Sizes) -> bool:

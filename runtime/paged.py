@@ -182,6 +182,7 @@ class PagePool:
     def stored(self, states: Tensor, scale: Tensor | None) -> Tensor:
         """States [..., H, tokens, D] as the pool keeps them: divided by the scale, in its dtype."""
         dtype = self.keys[0].dtype
+        states = states.detach()  # the pool outlives the graph of a step
         if dtype != FP8:
             return states.to(dtype)
         if scale is not None:

@@ -119,7 +119,11 @@ class SharedPrefixCache(Cache):
             model: a transformers decoder (`...ForCausalLM`).
             input_ids: int64 [B, L], L >= 2; prompts of different lengths are padded on the left.
             branches: sequences that continue each prompt.
-            attention_mask: [B, L], 0 at padding; give `generate` the same mask.
+            attention_mask: [B, L], 0 at padding; give `generate` the same mask. Positions count
+                from the first token that is no padding, as in `generate`. A `forward` of your own
+                has to say so too: with a mask and `position_ids=mask.sum(-1, keepdim=True) - 1`
+                for one new token; without them transformers counts the padding as well, and
+                rotated keys do not fit the queries.
             max_suffix: see `SharedPrefixCache`; `generate` needs max_new_tokens of it.
 
         Returns:

@@ -300,3 +300,12 @@ def test_one_program_serves_other_sizes(attend, case):
         tensors = [a for a in args_ if a is not None] + [options_[x] for x in names]
         result = program(options_["branches"], *tensors)
         assert_attends(result, args_, options_)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_negative_page_names_no_block(compiled: bool) -> None:
+    """Compiled code would count it from the end, and a matcher has counted from there already."""
+    q, pool = torch.randn(1, 2, 1, 16), torch.randn(3, 2, 4, 16)
+    run = torch.compile(ops.attend) if compiled else ops.attend
+    with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
+        run(q, pool, pool, page_table=torch.tensor([[0, -1]]))

@@ -25,6 +25,9 @@ from support.paged import (
 from torch import Tensor
 
 from torch_cascade.compiler.graph import tensor
+from torch_cascade.passes import plan
+from torch_cascade.passes.key_limits import Rows
+from torch_cascade.passes.prefix import batch_size
 
 Mask = Callable[[Tensors], Tensor]
 PREFIX, SUFFIX = P * PAGE, S * PAGE
@@ -125,13 +128,22 @@ def test_limits(name: str) -> None:
     check(fn, values)
 
 
-def test_dense_keys_have_limits_too() -> None:
+def test_dense_keys_have_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, whose kernels stop at the last key."""
+    limits = lambda site, segment: Rows(segment.kept, batch_size(site))  # noqa: E731
+    monkeypatch.setattr(plan, "limit_rows", limits)
     values = values_of(tensors())
     fn = attention(dense, mask=by_request)
     prefix, suffix = attends(fn, values)
     assert prefix.args[3] is None and "kv_lens" in prefix.kwargs
     assert suffix.args[3] is None and "kv_lens" in suffix.kwargs
     check(fn, values)
+
+
+def test_a_cpu_keeps_the_mask_of_dense_keys() -> None:
+    """It would copy all keys and values to hide some."""
+    for attend in attends(attention(dense, mask=by_request), values_of(tensors())):
+        assert attend.args[3] is not None and "kv_lens" not in attend.kwargs
 
 
 def by_branch(t: Tensors) -> Tensor:
