@@ -26,13 +26,11 @@ class SlotShape(NamedTuple):
         tiles_of: KV rows times KV heads; each has `rows` packed query rows.
         rows: T * M * G.
         kv_len: keys.
-        paged: keys are read through a page table.
     """
 
     tiles_of: int
     rows: int
     kv_len: int
-    paged: bool = False
 
 
 class Widths(NamedTuple):
@@ -171,7 +169,7 @@ def invariant_config(
     shapes: Sequence[SlotShape], widths: Widths, limits: DeviceLimits
 ) -> LaunchConfig:
     """A configuration that depends on nothing but the lengths of the segments."""
-    slots = tuple(_slot(SlotShape(1, 1, s.kv_len, s.paged), widths, limits) for s in shapes)
+    slots = tuple(_slot(SlotShape(1, 1, s.kv_len), widths, limits) for s in shapes)
     tall = (replace(slot, block_m=_tallest(widths)) for slot in slots)
     return LaunchConfig(tuple(_fitted(slot, widths, limits) for slot in tall))
 

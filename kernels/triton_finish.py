@@ -29,6 +29,12 @@ def write_partial(o, lse, part, rows, row, o_part, lse_part, part_rows, D: tl.co
 
 
 @triton.jit
+def relative(lse, reference):
+    """2^(lse - reference); 1 where both are +inf, not NaN."""
+    return tl.where(lse == reference, 1.0, tl.exp2(lse - reference))
+
+
+@triton.jit
 def with_sinks(o, lse, rows, sinks, SINKS: tl.constexpr):
     """A finished result with one more key a row, of value zero and score `sink`."""
     if SINKS:
@@ -38,8 +44,8 @@ def with_sinks(o, lse, rows, sinks, SINKS: tl.constexpr):
         sink = tl.load(pointer + at, mask=row_ok, other=float("-inf")).to(tl.float32) * LOG2E
         top = tl.maximum(lse, sink)
         reference = tl.where(top == float("-inf"), 0.0, top)
-        weight = tl.exp2(lse - reference)
-        total = weight + tl.exp2(sink - reference)
+        weight = relative(lse, reference)
+        total = weight + relative(sink, reference)
         total = tl.where(total == 0, 1.0, total)
         return o * (weight / total)[:, None], top + tl.log2(total)
     else:

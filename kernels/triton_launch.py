@@ -1,8 +1,9 @@
 """`cascade::attend` and `merge(attend, ...)` on a GPU: buffers, arguments and grids of the kernels.
 
-Every two segments are one launch that writes partial results, and one launch merges them. The code
-runs eagerly and is traced on fake tensors, where sizes may be symbolic: it asks only what is
-provable about them, and takes launch configurations from their hints.
+Every two segments are one launch that writes partial results, and one launch merges them; where
+there is one partial result a row it is the result, and nothing is merged. The code runs eagerly and
+is traced on fake tensors, where sizes may be symbolic: it asks only what is provable about them,
+and takes launch configurations from their hints.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def attend_merge(
     batch_invariant: bool = False,
     configs: Sequence[LaunchConfig] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`merge([attend(q, part) for part in parts], sinks)`, in two launches for up to two parts.
+    """`merge([attend(q, part) for part in parts], sinks)`: one or two launches for up to two parts.
 
     Args:
         q: queries [N, Hq, M, Dk]; float32, bfloat16 or float16.
@@ -212,7 +213,6 @@ def _slot_shape(call: Call, part: KeyPart) -> SlotShape:
         tiles_of=_hint(part.kv_rows) * _hint(call.kv_heads),
         rows=_hint(packed_rows(call, part)),
         kv_len=_hint(part.kv_len),
-        paged=part.page_table is not None,
     )
 
 

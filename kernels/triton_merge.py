@@ -1,7 +1,8 @@
 """`cascade::merge` over the partial results of `triton_attend.py`, in Triton, in one launch.
 
 The partials of all segments and splits are rows of one buffer, so any number of them is merged in a
-fixed order: the same partials give the same bits. Attention sinks are counted here, once.
+fixed order: the same partials give the same bits. Attention sinks are counted here, once; where
+nothing is to be merged, `triton_finish.py` counts them.
 """
 
 from __future__ import annotations

@@ -78,7 +78,6 @@ shape = st.builds(
     st.integers(0, 20_000),
     st.integers(0, 2000),
     st.integers(0, 200_000) | st.integers(0, 70),
-    st.booleans(),
 )
 widths = st.builds(
     lambda d_k, d_v, kinds: Widths(d_k, d_v, *kinds),

@@ -78,6 +78,13 @@ def test_a_very_large_sink_takes_everything(mode, device):
     torch.testing.assert_close(lse, torch.full_like(lse, 1e30))
 
 
+@each_way
+def test_an_infinite_sink_takes_all_weight(mode, device):
+    """As a part at +inf does in `merge`, however the partials are completed."""
+    o, lse = SMALL.call().but(sinks=torch.tensor(INF))(device, configs=[mode])
+    assert (o == 0).all() and (lse == INF).all()
+
+
 # --- masks of very large numbers ------------------------------------------------------------------
 
 
