@@ -45,11 +45,13 @@ class Prepared:
         run: replays the graph, or calls the function where no graph could be captured.
         output: what the replay writes; None where there is no graph.
         refusal: why there is no graph, else None.
+        keeps: what has to stay allocated: a graph knows the addresses of its inputs only.
     """
 
     run: Callable[[], object]
     output: Tensor | None
     refusal: str | None = None
+    keeps: object = None
 
 
 def prepare(call: Callable[[], Tensor]) -> Prepared:
@@ -74,7 +76,7 @@ def prepare(call: Callable[[], Tensor]) -> Prepared:
             raise
         torch.cuda.synchronize()
         return Prepared(call, None, first_line(error))
-    return Prepared(graph.replay, output)
+    return Prepared(graph.replay, output, keeps=call)
 
 
 def interleaved(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -43,6 +45,34 @@ def clock(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", clock.event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     return clock
+
+
+def test_a_graph_keeps_what_it_reads_allocated(monkeypatch):
+    """Engines make copies of the inputs in a layout of their own, which only the call refers to."""
+    fakes = {name: lambda *_: nullcontext() for name in ("stream", "graph")}
+    fakes |= {name: lambda *_: Stream() for name in ("Stream", "current_stream")}
+    fakes |= {"synchronize": lambda *_: None, "CUDAGraph": Stream}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+    def engine():
+        copy = torch.ones(3)
+        return weakref.ref(copy), timing.prepare(lambda: copy * 2)
+
+    copy, prepared = engine()
+    assert copy() is not None
+    del prepared
+    assert copy() is None
+
+
+class Stream:
+    """Stands for a stream, and for a graph."""
+
+    def wait_stream(self, other):
+        pass
+
+    def replay(self):
+        pass
 
 
 def test_engines_take_turns_each_after_a_flush(clock):
