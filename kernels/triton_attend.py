@@ -141,7 +141,7 @@ def attend_parts(
     PAD_V: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
-    FOLD: tl.constexpr,
+    POSITIVE: tl.constexpr,
     SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     DIRECT: tl.constexpr,
@@ -175,6 +175,9 @@ def attend_parts(
     Grid: items_a + items_b programs, where a slot has KV rows * KV heads * splits * row tiles
     items. A KV row of slot a stands over `ratio` KV rows of slot b.
     """
+    PLAIN: tl.constexpr = POSITIVE and not SOFTCAP and not ALIBI
+    RAW_B: tl.constexpr = PLAIN and MASK_b != 2 and not SCALED_b
+    RAW_A: tl.constexpr = PLAIN and MASK_a != 2 and not SCALED_a and (RAW_B or not TAIL)
     item = tl.program_id(0)
     part_rows = tl.cast(part_rows, tl.int64)
     scale = tl.cast(scale, tl.float32)  # Inductor passes Python floats as float64
@@ -210,7 +213,7 @@ def attend_parts(
             q_tile, state, row_info, owner, kv_row, kv_head, low, high, kv_len_a,
             scale, softcap, slopes, keys_a, seen_a, k_scale_a, v_scale_a,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, MASK_a, POSITIONS_a, WINDOW_a, LENS_a,
-            PAGED_a, SCALED_a, SOFTCAP, ALIBI, FOLD, PRECISION, K_STEP_a,
+            PAGED_a, SCALED_a, SOFTCAP, ALIBI, RAW_A, PRECISION, K_STEP_a,
             V_STEP_a, STAGES_a, False,
         )  # fmt: skip
         if TAIL:
@@ -220,10 +223,10 @@ def attend_parts(
                 q_tile, state, row_info, owner, kv_row * ratio, kv_head, 0, tail, kv_len_b,
                 scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-                PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD, PRECISION, K_STEP_b,
+                PAGED_b, SCALED_b, SOFTCAP, ALIBI, RAW_A, PRECISION, K_STEP_b,
                 V_STEP_b, STAGES_b, True,
             )  # fmt: skip
-        o, lse = result_of(state)
+        o, lse = result_of(state, scale, RAW_A)
         row = row_numbers(row_info, heads, q_len)
         if DIRECT:
             write_final(o, lse, row_info, row, sink_info, out, out_strides, lse_out, D_V, SINKS)
@@ -245,10 +248,10 @@ def attend_parts(
             q_tile_b, state_b, row_info_b, owner_b, kv_row, kv_head, low, high, kv_len_b,
             scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-            PAGED_b, SCALED_b, SOFTCAP, ALIBI, FOLD, PRECISION, K_STEP_b,
+            PAGED_b, SCALED_b, SOFTCAP, ALIBI, RAW_B, PRECISION, K_STEP_b,
             V_STEP_b, STAGES_b, False,
         )  # fmt: skip
-        o_b, lse_b = result_of(state_b)
+        o_b, lse_b = result_of(state_b, scale, RAW_B)
         row_b = row_numbers(row_info_b, heads, q_len)
         split += split_base_b
         write_partial(o_b, lse_b, split, row_info_b, row_b, o_part, lse_part, part_rows, D_V)

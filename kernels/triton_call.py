@@ -170,7 +170,7 @@ def shared_arguments(call: Call, buffers: Buffers) -> dict[str, Any]:
         "PAD_V": padded(call.d_v),
         "SOFTCAP": call.softcap is not None,
         "ALIBI": slopes is not None,
-        "FOLD": call.scale > 0 and call.softcap is None and slopes is None,
+        "POSITIVE": call.scale > 0,
         "SINKS": sinks is not None,
         "PRECISION": _precision(q.dtype),
     }

@@ -1,7 +1,8 @@
 """The inner loop of `triton_attend.py`: a tile of query rows against a run of keys.
 
-Scores are kept in units of log2; maxima, sums and outputs in float32. Arguments come in groups:
-`rows` (which query rows the tile holds), `keys` (where K and V are) and `seen` (what hides a key).
+Scores are kept in units of log2 (RAW: before the scale); maxima, sums and outputs in float32.
+Arguments come in groups: `rows` (which query rows the tile holds), `keys` (where K and V are) and
+`seen` (what hides a key).
 """
 
 from __future__ import annotations
@@ -139,18 +140,22 @@ def visible(
 
 
 @triton.jit
-def weigh(scores, top, factor, FOLD: tl.constexpr):
+def weigh(scores, top, factor, RAW: tl.constexpr):
     """Weights of a tile relative to the new maximum: (weights, maximum, how the old ones shrink).
 
-    FOLD: the scores are still to be multiplied by `factor`, which is positive.
+    RAW: scores and maxima are still to be multiplied by `factor`, which is positive. That has to
+    follow the subtraction, or a compiler makes one fused instruction of both: the product is then
+    rounded in the maximum only, and scores of 1e10 that are all equal are e^500 apart.
     """
-    highest = tl.max(scores, 1) * factor if FOLD else tl.max(scores, 1)
-    new_top = tl.maximum(top, highest)
+    new_top = tl.maximum(top, tl.max(scores, 1))
     # A row that has seen no key yet: any finite reference keeps its weights at 0.
     reference = tl.where(new_top == float("-inf"), 0.0, new_top)
-    if FOLD:
-        scores = scores * factor
-    return tl.exp2(scores - reference[:, None]), new_top, tl.exp2(top - reference)
+    behind = scores - reference[:, None]
+    shrink = top - reference
+    if RAW:
+        behind *= factor
+        shrink *= factor
+    return tl.exp2(behind), new_top, tl.exp2(shrink)
 
 
 @triton.jit
@@ -184,7 +189,7 @@ def attend_run(
     SCALED: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIBI: tl.constexpr,
-    FOLD: tl.constexpr,
+    RAW: tl.constexpr,
     PRECISION: tl.constexpr,
     K_STEP: tl.constexpr,
     V_STEP: tl.constexpr,
@@ -193,12 +198,11 @@ def attend_run(
 ):
     """The state (top, total, acc) of a tile after the keys [low, high) of KV row kv_row.
 
-    FOLD: a positive scale is applied together with the subtraction of the maximum; only where
-    nothing else is added to the scores.
+    RAW: the state's maximum, as the scores, is to be multiplied by the scale, a positive number;
+    only where nothing is added to the scores.
     GROUPED: the keys of the KV rows kv_row, kv_row + 1, ... stand one after another, kv_len each,
     and a query row sees those of the KV row kv_row + owner only.
     """
-    FOLD_HERE: tl.constexpr = FOLD and MASK != 2 and not SCALED
     top, total, acc = state
     k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
     d_k = tl.arange(0, PAD_K)
@@ -250,7 +254,7 @@ def attend_run(
 
         if SOFTCAP:
             scores = tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-        elif not FOLD_HERE:
+        elif not RAW:
             scores = scores * factor
         if ALIBI:
             scores += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
@@ -259,9 +263,11 @@ def attend_run(
         if GROUPED or POSITIONS:
             seen_here = visible(key, in_range, part, owner, begin, end, GROUPED, POSITIONS, WINDOW)
             scores = tl.where(seen_here, scores, float("-inf"))
+        elif not RAW:  # at every tile: see `weigh` about products that are subtracted from
+            scores = tl.where(in_range[None, :], scores, float("-inf"))
         elif start + BLOCK_N > high:
             scores = tl.where(in_range[None, :], scores, float("-inf"))
-        weights, top, shrink = weigh(scores, top, factor, FOLD_HERE)
+        weights, top, shrink = weigh(scores, top, factor, RAW)
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
 
@@ -287,9 +293,11 @@ def empty_state(BLOCK_M: tl.constexpr, PAD_V: tl.constexpr):
 
 
 @triton.jit
-def result_of(state):
+def result_of(state, scale, RAW: tl.constexpr):
     """A partial result (o [BLOCK_M, PAD_V], lse [BLOCK_M] in units of log2) from a state."""
     top, total, acc = state
+    if RAW:
+        top *= scale * LOG2E
     unseen = total == 0  # not total <= 0: a NaN must come out as NaN, in o and lse
     total = tl.where(unseen, 1.0, total)
     return acc / total[:, None], tl.where(unseen, float("-inf"), top + tl.log2(total))

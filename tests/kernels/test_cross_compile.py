@@ -1,5 +1,7 @@
 """The launches compiled for GPUs that are not there: they fit, spill nothing, use tensor cores."""
 
+import re
+
 import pytest
 import torch
 
@@ -103,6 +105,29 @@ def check_attend(launch, binary, workload, target):
     assert binary.shared <= estimate + SCRATCH, (binary.shared, estimate)
     if target is H200 and workload.dtype != torch.float32 and slots[0].block_m == 64:
         assert "wgmma.mma_async" in binary.ptx
+    sinks = launch.constant("DIRECT") and launch.constant("SINKS")  # compared before: `relative`
+    if target is not B200 and not sinks:  # B200: instructions for two numbers at a time
+        found = exponents(binary.ptx)
+        assert found
+        assert not FUSED.intersection(found)
+
+
+# ptxas makes one instruction of a product and a sum, in which the product is not rounded: a score
+# times the scale less the maximum, which is rounded, is then not 0 where the score is the maximum.
+FUSED = {("fma",), ("sub", "mul"), ("add", "mul")}
+
+
+def exponents(ptx):
+    """For each power of two that is computed: what makes its exponent, and the operand of that."""
+    made = {}
+    for name, result, operands in re.findall(r"(\w+)\.[\w.]*f32\s+(%r\d+), ([^;]+);", ptx):
+        made[result] = (name, operands.split(", ")[0])
+    found = []
+    for exponent in re.findall(r"ex2\.approx[\w.]*\s+%r\d+, (%r\d+);", ptx):
+        name, operand = made.get(exponent, ("", ""))
+        sum_of = made.get(operand, ("",))[:1] if name in ("sub", "add") else ()
+        found.append((name, *sum_of))
+    return found
 
 
 # Reductions over warps and conversions of layouts; the mask's tile.
