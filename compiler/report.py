@@ -41,7 +41,7 @@ class Reason(enum.Enum):
     ALL_TOKENS = "all-tokens"
     CHECK_LAYER = "check-layer"
     REUSE_MISMATCH = "reuse-mismatch"
-    NO_CHUNKS = "no-chunks"
+    SELECTOR = "selector"
     # Decision.
     NOT_PROFITABLE = "not-profitable"
     MIN_TOKENS = "min-tokens"
@@ -158,8 +158,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "The layers do not agree on the tokens that are cached.",
         "Give `reuse_kv` the same `fresh_rows` and `chunks` in all layers, and keys of one length.",
     ),
-    Reason.NO_CHUNKS: Explanation(
-        "The selector has to know the chunks.", "Give `reuse_kv` its argument `chunks`."
+    Reason.SELECTOR: Explanation(
+        "The selector needs to know what the graph does not say.",
+        "Give `reuse_kv` its `chunks`, call `scaled_dot_product_attention`, or choose another one.",
     ),
     Reason.NOT_PROFITABLE: Explanation(
         "The cost model says that the rewrite reads no less memory at these sizes.",

@@ -10,6 +10,7 @@ from torch import fx
 from torch_cascade.compiler.cost import Decision, decide_reuse
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.option_values import written
+from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import BlendRecord, StageRecord, source_line
 from torch_cascade.compiler.report import Declined, Reason
@@ -17,7 +18,13 @@ from torch_cascade.passes.blend_emit import emit_blend
 from torch_cascade.passes.blend_plan import BlendPlan, Stage, plan_blend
 from torch_cascade.passes.blend_site import ReuseSite, find_reuse, markers_of
 from torch_cascade.passes.failures import Failures
-from torch_cascade.runtime.selection import NEEDS_CHUNKS, SelectorError, resolve, selector_name
+from torch_cascade.runtime.selection import (
+    NEEDS_CHUNKS,
+    SILENT,
+    SelectorError,
+    resolve,
+    selector_name,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,8 @@ class BlendPass(Pass):
     Assumes that results below layer c are asked for the last tokens only, and that nothing but
     attention mixes tokens there; both are proved, else the graph stays as it is. Positions and
     masks are those of the tokens themselves. With nothing cached, or ratio 1, it is the same
-    function up to rounding; otherwise it is CacheBlend's approximation (arXiv 2405.16444, section 4).
+    function up to rounding; otherwise it is CacheBlend's approximation (arXiv 2405.16444, section
+    4).
     """
 
     name: ClassVar[str] = "blend"
@@ -64,16 +72,25 @@ def _blended(graph: fx.Graph, markers: tuple[fx.Node, ...], context: PassContext
     if isinstance(site, Declined):
         return _record(markers, context, declined=site)
     if options.selector in NEEDS_CHUNKS and site.chunks is None:
-        declined = Declined(Reason.NO_CHUNKS, markers[0].name, f"selector={options.selector}")
+        declined = Declined(Reason.SELECTOR, markers[0].name, f"{options.selector} needs chunks")
         return _record(markers, context, site=site, declined=declined)
-    plan = plan_blend(graph, site, options.stages(), sizes)
+    plan = plan_blend(graph, site, options.stages(), sizes, asks=options.selector not in SILENT)
     if isinstance(plan, Declined):
         return _record(markers, context, site=site, declined=plan)
+    unasked = _unasked(plan, options)
+    if unasked is not None:
+        return _record(markers, context, site=site, declined=unasked)
     decision = decide_reuse(site.cached, options.stages()[0][1], sizes, options)
     record = _record(markers, context, site=site, plan=plan, decision=decision)
     if record.declined is None:
         emit_blend(graph, plan, resolve(options.selector), sizes)
     return record
+
+
+def _unasked(plan: BlendPlan, options: Options) -> Declined | None:
+    """Why the selector by attention cannot be told of it. A callable is told if it asks."""
+    unknown = [s.question for s in plan.stages if isinstance(s.question, Declined)]
+    return unknown[0] if unknown and options.selector == "attention" else None
 
 
 def _record(

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
 from torch._guards import tracing
 
 from torch_cascade.compiler.graph import Emitter, Sizes, fake_mode, value
+from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.blend_plan import BlendPlan, Stage
+from torch_cascade.passes.blend_question import emit_question
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
 from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
-from torch_cascade.runtime.selection import Layer, Selector, choose_rows
+from torch_cascade.runtime.selection import (
+    Layer,
+    Selector,
+    SelectorError,
+    choose_rows,
+    mean_attention,
+)
 
 
 def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Sizes) -> None:
@@ -27,8 +35,7 @@ def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Size
         before: Stage | None = None
         for stage in plan.stages:
             layer = _layer(plan.site, stage, before, made)
-            function = _Choice(selector if stage.ratio else None)
-            index, places = _chosen(inliner, plan, stage, layer, function)
+            index, places = _chosen(inliner, plan, stage, layer, made, selector)
             narrowed = None if made is None else Narrowed(made, places)
             made, before = apply_rows(stage.plan, index, narrowed=narrowed), stage
         assert made is not None
@@ -78,40 +85,70 @@ def _layer(
 
 
 def _chosen(
-    inliner: Inliner, plan: BlendPlan, stage: Stage, layer: tuple[Any, ...], function: _Choice
+    inliner: Inliner,
+    plan: BlendPlan,
+    stage: Stage,
+    layer: tuple[Any, ...],
+    made: MadeRows | None,
+    selector: Selector,
 ) -> tuple[fx.Node, fx.Node]:
     """The rows of a stage, and their places among those of the one before."""
     anchor = stage.marker or plan.site.markers[0]
+    tensors: tuple[fx.Node | None, ...] = (None, None, None)
+    choice = _Choice(selector if stage.ratio else None)
+    if isinstance(stage.question, Declined):
+        choice = replace(choice, unknown=str(stage.question))
+    elif stage.question is not None and stage.ratio:
+        anchor = stage.question.attention
+        asked = emit_question(stage.question, plan.site, anchor, made)
+        tensors = asked.q, asked.k, asked.mask
+        choice = replace(choice, is_causal=asked.is_causal, scale=asked.scale, flat=asked.flat)
     emit = Emitter(anchor)
     counts = emit.size(stage.count), emit.size(plan.exits.last)
-    index, places = inliner.inline(Call(function, (*layer, *counts)), anchor)
+    index, places = inliner.inline(Call(choice, (layer, tensors, *counts)), anchor)
     return index, places
 
 
 @dataclass(frozen=True)
 class _Choice:
-    """What is traced into the graph."""
+    """What is traced into the graph: `choose_rows` on the tensors of a stage.
+
+    Attributes:
+        selector: None where nothing but forced rows is wanted.
+        is_causal, scale, flat: of `mean_attention`.
+        unknown: why it cannot be computed.
+    """
 
     selector: Selector | None
+    is_causal: bool = False
+    scale: float | None = None
+    flat: bool = False
+    unknown: str = ""
 
     def __call__(
         self,
-        k: Tensor,
-        v: Tensor,
-        k_cached: Tensor,
-        v_cached: Tensor,
-        fresh_rows: Tensor,
-        chunks: Tensor | None,
-        kept: Tensor | None,
+        layer: tuple[Any, ...],
+        tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
         count: Any,
         exits: Any,
     ) -> tuple[Tensor, Tensor]:
-        layer = Layer(k, v, k_cached, v_cached, fresh_rows, chunks, kept)
-        return choose_rows(layer, count, exits, self.selector, _no_attention)
+        known = Layer(*layer)
 
+        def attention() -> Tensor:
+            q, k, mask = tensors
+            if q is None or k is None:
+                raise SelectorError(f"attention() is not known here: {self.unknown}")
+            return mean_attention(
+                q,
+                k,
+                mask,
+                known.fresh_rows,
+                is_causal=self.is_causal,
+                scale=self.scale,
+                flat=self.flat,
+            )
 
-def _no_attention() -> Tensor:
-    raise NotImplementedError
+        return choose_rows(known, count, exits, self.selector, attention)
 
 
 @contextmanager

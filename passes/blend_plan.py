@@ -13,6 +13,7 @@ from torch.utils._sympy.functions import FloorDiv, Min
 from torch_cascade.compiler.graph import Size, Sizes, size_expr
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.blend_exits import Exits, Maximum, find_exits
+from torch_cascade.passes.blend_question import Question, plan_question
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier
@@ -30,6 +31,8 @@ class Stage:
         marker: of the check layer; None before all.
         count: K, the rows that are computed from here on.
         plan: how.
+        question: the fresh tokens' queries there, for a selector that may ask for them; or why
+            they are not to be had.
     """
 
     layer: int
@@ -37,6 +40,7 @@ class Stage:
     marker: fx.Node | None
     count: Size
     plan: RowPlan
+    question: Question | Declined | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ def plan_blend(
     site: ReuseSite,
     stages: Sequence[tuple[int, Fraction]],
     sizes: Sizes,
+    *,
+    asks: bool = False,
 ) -> BlendPlan | Declined:
     """Plan all stages, or say why that is not possible.
 
@@ -69,6 +75,7 @@ def plan_blend(
         site: its marked layers.
         stages: (layer, ratio) as `Options.stages` gives them.
         sizes: facts about the sizes.
+        asks: the selector may ask what the fresh tokens look at.
     """
     markers = _checks(site, stages)
     if isinstance(markers, Declined):
@@ -94,9 +101,12 @@ def plan_blend(
         )
         if isinstance(plan, Declined):
             return plan
+        marker, question = markers[place], None
+        if asks and marker is not None:
+            question = plan_question(graph, site, frontier, marker, earlier, sizes)
         earlier = {step.demand for step in plan.steps}
         count = row_count(site, ratio, exits.last)
-        planned.append(Stage(layer, ratio, markers[place], count, plan))
+        planned.append(Stage(layer, ratio, marker, count, plan, question))
     return BlendPlan(site, frontier, exits, tuple(planned))
 
 

@@ -43,6 +43,7 @@ class Maker:
         self._emits: dict[fx.Node, Emitter] = {}
         self._masks: dict[Any, fx.Node] = {}
         self._lifted: dict[Any, fx.Node] = {}
+        self.notes: dict[str, Any] = {}  # what rules read once a graph
         self.place(index)
         self._rows = index if per_batch_row else None
         flat = len(shape(index)) == 1

@@ -110,6 +110,8 @@ BUILT_IN: Mapping[str, Selector] = {
 """The selectors that the option `selector` knows by name."""
 
 NEEDS_CHUNKS = frozenset({"heads"})
+SILENT = frozenset(BUILT_IN) - {"attention"}
+"""Those that never ask for the attention."""
 
 
 def _hashed(x: Tensor) -> Tensor:
@@ -260,6 +262,7 @@ def mean_attention(
     *,
     is_causal: bool,
     scale: float | None,
+    flat: bool = False,
 ) -> Tensor:
     """The mean probability that some queries give each key, [N, L].
 
@@ -270,7 +273,10 @@ def mean_attention(
         fresh_rows: int64 [N, F], positions of the queries.
         is_causal: key j is visible to a query at or after it only.
         scale: factor of the scores; None for 1/sqrt(D).
+        flat: the mask is [.., N * F, L], with the queries of all batch rows.
     """
+    if mask is not None and flat:
+        mask = mask.reshape(-1, *fresh_rows.shape, mask.shape[-1]).transpose(0, 1)
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads, kv_heads = q.shape[1], k.shape[1]
     q, k = q.to(kind).contiguous(), k.to(kind)

@@ -209,16 +209,17 @@ def full(model: Any, prompt: Prompt, call: Mapping[str, Any] = {}) -> Result:
     return Result(logits, tuple(caches))
 
 
-Metric = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Metric = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(batch row, its fresh k and v, its cached ones [H, L, D]) -> scores [L]."""
 
 
-def by_values(k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor) -> Tensor:
-    """[L] from one row's [H, L, D]."""
+def by_values(n: int, k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor) -> Tensor:
+    """Squared deviation of values."""
     return ((v - v_cached) ** 2).sum((0, 2))
 
 
-def by_keys(k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor) -> Tensor:
-    """[L] from one row's [H, L, D]."""
+def by_keys(n: int, k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor) -> Tensor:
+    """Squared deviation of keys."""
     return ((k - k_cached) ** 2).sum((0, 2))
 
 
@@ -253,7 +254,7 @@ class _Oracle:
             forced |= set(range(prompt.length - self.exits, prompt.length))
             score = [0.0] * prompt.length
             if seen is not None:
-                score = self.metric(*(x[n] for x in seen)).tolist()
+                score = self.metric(n, *(x[n] for x in seen)).tolist()
             real = [j for j in rows if prompt.chunks[n, j] >= 0 and j not in forced]
             padding = [j for j in rows if prompt.chunks[n, j] < 0 and j not in forced]
             order = sorted(real, key=lambda j: (-score[j], j)) + padding
