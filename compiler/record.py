@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import fx
@@ -12,6 +13,8 @@ from torch import fx
 from torch_cascade.compiler.cost import Decision
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.report import Declined, Reason
+
+_OP_CALLS = str(Path(__file__).parents[1] / "kernels")  # thin functions that call the ops
 
 
 @dataclass(frozen=True)
@@ -193,5 +196,6 @@ def source_line(node: fx.Node) -> str:
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
     if not frames:
         return ""
-    file, line, code = frames[-1]
+    users = [frame for frame in frames if not frame[0].startswith(_OP_CALLS)]
+    file, line, code = (users or frames)[-1]
     return f"{file}:{line}: {code.strip()}"

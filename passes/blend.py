@@ -71,20 +71,26 @@ def _blended(graph: fx.Graph, markers: tuple[fx.Node, ...], context: PassContext
     site = find_reuse(markers, sizes)
     if isinstance(site, Declined):
         return _record(markers, context, declined=site)
-    if options.selector in NEEDS_CHUNKS and site.chunks is None:
-        declined = Declined(Reason.SELECTOR, markers[0].name, f"{options.selector} needs chunks")
-        return _record(markers, context, site=site, declined=declined)
-    plan = plan_blend(graph, site, options.stages(), sizes, asks=options.selector not in SILENT)
-    if isinstance(plan, Declined):
-        return _record(markers, context, site=site, declined=plan)
-    unasked = _unasked(plan, options)
-    if unasked is not None:
-        return _record(markers, context, site=site, declined=unasked)
     decision = decide_reuse(site.cached, options.stages()[0][1], sizes, options)
+    plan = _plan(graph, site, context) if decision.apply or options.decide == "never" else None
+    if isinstance(plan, Declined):
+        return _record(markers, context, site=site, decision=decision, declined=plan)
     record = _record(markers, context, site=site, plan=plan, decision=decision)
-    if record.declined is None:
+    if record.declined is None and plan is not None:
         emit_blend(graph, plan, resolve(options.selector), sizes)
     return record
+
+
+def _plan(graph: fx.Graph, site: ReuseSite, context: PassContext) -> BlendPlan | Declined:
+    options = context.options
+    if options.selector in NEEDS_CHUNKS and site.chunks is None:
+        detail = f"{options.selector} needs chunks"
+        return Declined(Reason.SELECTOR, site.markers[0].name, detail)
+    asks = options.selector not in SILENT
+    plan = plan_blend(graph, site, options.stages(), context.sizes, asks=asks)
+    if isinstance(plan, Declined):
+        return plan
+    return _unasked(plan, options) or plan
 
 
 def _unasked(plan: BlendPlan, options: Options) -> Declined | None:
@@ -102,7 +108,7 @@ def _record(
     decision: Decision | None = None,
     declined: Declined | None = None,
 ) -> BlendRecord:
-    if decision is not None and decision.reason is not None:
+    if decision is not None and decision.reason is not None and declined is None:
         declined = Declined(decision.reason, markers[0].name, decision.why)
     applied = declined is None and plan is not None
     return BlendRecord(

@@ -63,7 +63,7 @@ def _attention(maker: Maker, node: fx.Node, rows: Rows, given: Arguments) -> fx.
 
 @dataclass(frozen=True)
 class _Seen:
-    """Key j is visible to the query at position p iff j <= p + offset and j > p + offset - window."""
+    """Key j is visible at position p iff j <= p + offset and j > p + offset - window."""
 
     offset: Size
     window: Size | None

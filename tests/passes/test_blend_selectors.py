@@ -42,7 +42,7 @@ def probabilities(model, prompt, layer):
 @pytest.mark.parametrize(("family", "padding"), [("Mistral", (0, 2)), ("Llama", ())])
 def test_the_attention_of_the_question(family, padding):
     """Of the fresh tokens only, averaged over heads; it weighs how far the values moved."""
-    model = model_of(family, torch.float64)
+    model = model_of(family)  # eager masks of a float64 model are NaN in its float32 softmax
     rows = [[7, 9, 5], [5, 4, 5, 5]] if padding else ROWS
     prompt = prompt_of(model, rows, padding)
     seen = probabilities(model, prompt, 1)
@@ -51,6 +51,6 @@ def test_the_attention_of_the_question(family, padding):
     def metric(n, k, v, k_cached, v_cached):
         return mean[n].to(v) * ((v - v_cached) ** 2).sum((0, 2)).sqrt()
 
-    chosen = assert_chooses(family, prompt.to(torch.float32), metric, selector="attention")
+    chosen = assert_chooses(family, prompt, metric, selector="attention")
     plain = expected(model, prompt, {1: "0.15"})[1]
     assert chosen != plain
