@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.summary import Report
+    from torch_cascade.kernels.ops import reuse_kv
     from torch_cascade.runtime.paged import PagePool
     from torch_cascade.runtime.paged_branches import PagedBranches
     from torch_cascade.runtime.prefix_cache import SharedPrefixCache
@@ -27,12 +28,14 @@ __all__ = [
     "SharedPrefixCache",
     "explain",
     "last_report",
+    "reuse_kv",
 ]
 
 _HOMES = {
     "explain": "compiler.explain",
     "last_report": "compiler.explain",
     "Options": "compiler.options",
+    "reuse_kv": "kernels.ops",
     "PagePool": "runtime.paged",
     "PagedBranches": "runtime.paged_branches",
     "Report": "compiler.summary",

@@ -66,7 +66,10 @@ class Journal:
         self._count(record, 1)
 
     def _count(self, record: Compilation, times: int) -> None:
-        """`counters["cascade"]`: sites, rewritten, and declined.<reason> for each reason."""
+        """`counters["cascade"]`: sites, rewritten, and declined.<reason> for each reason.
+
+        Likewise blend.layers (marked ones), blend.reused and blend.declined.<reason>.
+        """
         if not self._counted:
             return
         from torch._dynamo.utils import counters
@@ -76,3 +79,9 @@ class Journal:
             tally["sites"] += times
             declined = site.declined
             tally["rewritten" if declined is None else f"declined.{declined.reason.value}"] += times
+        blend = record.blend
+        if blend is not None:
+            tally["blend.layers"] += times * len(blend.layers)
+            tally["blend.reused"] += times * blend.reused
+            if blend.declined is not None:
+                tally[f"blend.declined.{blend.declined.reason.value}"] += times

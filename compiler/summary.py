@@ -23,7 +23,13 @@ The JSON of a report, version 1; "?" marks what may be null:
             decision?  apply, why, naive_bytes?, cascade_bytes?, guard ("" for none)
             rewritten  true or false
             declined?  reason (stable identifier), meaning, detail, hint; null if rewritten
-        before       graph text before the cascade pass ("" if the passes did not run)
+        blend?       cached keys and values; null for a graph without `reuse_kv`:
+            node, where, tokens, fresh, selector   as in `compiler.record.BlendRecord`
+            layers     list: "computed", "checked" or "reused" for each marked layer
+            reused     how many of them are not computed for all tokens
+            stages     list: layer, ratio, rows, now? (see `compiler.record.StageRecord`)
+            decision?, declined?   as of a site
+        before       graph text before the passes ("" if the passes did not run)
         after        graph text after it
 
 Later versions may add keys; a change of those above raises the version.
@@ -42,7 +48,7 @@ import torch
 
 from torch_cascade.compiler.cost import Decision
 from torch_cascade.compiler.options import written
-from torch_cascade.compiler.record import Compilation, SiteRecord
+from torch_cascade.compiler.record import BlendRecord, Compilation, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
 
 JSON_VERSION = 1
@@ -72,7 +78,7 @@ class Report:
 
     @property
     def before(self) -> str:
-        """Text of the graphs before the cascade pass, with a heading each where there are several.
+        """Text of the graphs before the passes, with a heading each where there are several.
 
         A line a node; names and symbols are those of torch's own logs and guards.
         """
@@ -80,11 +86,11 @@ class Report:
 
     @property
     def after(self) -> str:
-        """Text of the graphs after the cascade pass, as `before`."""
+        """Text of the graphs after the passes, as `before`."""
         return _joined([(r.compile_id, r.after) for r in self.compilations if r.before])
 
     def diff(self, context: int = 2) -> str:
-        """What the cascade pass changed, as a unified diff.
+        """What the passes changed, as a unified diff.
 
         Args:
             context: unchanged lines to show around each change.
@@ -141,6 +147,7 @@ def graph_object(record: Compilation, *, with_text: bool = True) -> dict[str, An
         "options": written(record.options),
         "seconds": {**record.seconds, "total": record.total_seconds},
         "sites": [_site(site) for site in record.sites],
+        "blend": None if record.blend is None else _blend(record.blend),
         **texts,
     }
 
@@ -156,6 +163,21 @@ def _site(site: SiteRecord) -> dict[str, Any]:
         "decision": None if site.decision is None else _decision(site.decision),
         "rewritten": site.rewritten,
         "declined": None if site.declined is None else _declined(site.declined),
+    }
+
+
+def _blend(blend: BlendRecord) -> dict[str, Any]:
+    return {
+        "node": blend.node,
+        "where": blend.where,
+        "layers": list(blend.layers),
+        "reused": blend.reused,
+        "tokens": blend.tokens,
+        "fresh": blend.fresh,
+        "selector": blend.selector,
+        "stages": [dataclasses.asdict(stage) for stage in blend.stages],
+        "decision": None if blend.decision is None else _decision(blend.decision),
+        "declined": None if blend.declined is None else _declined(blend.declined),
     }
 
 

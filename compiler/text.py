@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.blend_text import blend_block
+from torch_cascade.compiler.lines import decision_lines, refusal_lines, wrapped
 from torch_cascade.compiler.options import PREFIX, written
-from torch_cascade.compiler.record import Compilation, SegmentRecord, SiteRecord
-from torch_cascade.compiler.report import EXPLANATIONS, Declined
+from torch_cascade.compiler.record import BlendRecord, Compilation, SegmentRecord, SiteRecord
+from torch_cascade.compiler.report import EXPLANATIONS
 from torch_cascade.compiler.summary import Report
 
-WIDTH = 100
 _GRAD = "run it under torch.no_grad() or torch.inference_mode()"
 
 
@@ -24,7 +23,7 @@ def render(report: Report) -> str:
     parts += [_graph(r, alone=len(report.compilations) == 1) for r in _eventful(report)]
     quiet = [record.compile_id for record in report.compilations if _is_quiet(record)]
     if quiet and report.sites:
-        parts.append(_wrapped(f"Without attention: graph {', '.join(quiet)}"))
+        parts.append(wrapped(f"Without attention: graph {', '.join(quiet)}"))
     parts += _options(report)
     return "\n\n".join(part for part in parts if part)
 
@@ -38,11 +37,20 @@ def _headline(report: Report) -> str:
         what = told.pop() if len(told) == 1 else "no attention was analysed"
     else:
         what = f"{report.rewritten} of {len(report.sites)} attention sites rewritten"
+        what += _reuse([record.blend for record in report.compilations])
     passes = sum(sum(record.seconds.values()) for record in report.compilations)
     total = sum(record.total_seconds for record in report.compilations)
     where = "1 graph" if graphs == 1 else f"{graphs} graphs"
     time = f"the passes took {passes:.2f} s of {total:.2f} s"
-    return _wrapped(f"torch_cascade: {what} ({where}; {time})")
+    return wrapped(f"torch_cascade: {what} ({where}; {time})")
+
+
+def _reuse(blends: Sequence[BlendRecord | None]) -> str:
+    """What there is to say of cached keys and values; "" for nothing."""
+    found = [blend for blend in blends if blend is not None]
+    layers = sum(len(blend.layers) for blend in found)
+    reused = sum(blend.reused for blend in found)
+    return f", {reused} of {layers} layers reuse cached keys and values" if found else ""
 
 
 def _verdict(record: Compilation) -> str:
@@ -56,30 +64,33 @@ def _verdict(record: Compilation) -> str:
     if not record.options.passes:
         return f"no pass was to run (passes=none, {PREFIX}PASSES)"
     if not record.sites:
-        return "no attention was found"
-    return f"{record.rewritten} of {len(record.sites)} attention sites rewritten"
+        return f"no attention was found{_reuse([record.blend])}"
+    found = f"{record.rewritten} of {len(record.sites)} attention sites rewritten"
+    return found + _reuse([record.blend])
 
 
 def _is_quiet(record: Compilation) -> bool:
-    return not record.sites and not record.cached and not record.training
+    return not record.sites and record.blend is None and not record.cached and not record.training
 
 
 def _eventful(report: Report) -> list[Compilation]:
     """The graphs that get a section: all but those of which the headline has said everything."""
     told = {_verdict(record) for record in report.compilations}
-    if not report.sites and len(told) == 1:
+    if not report.sites and len(told) == 1 and not any(r.blend for r in report.compilations):
         return []
     return [r for r in report.compilations if not (report.sites and _is_quiet(r))]
 
 
 def _graph(record: Compilation, *, alone: bool) -> str:
     """The section of one graph: what was rewritten, then what was not, by reason."""
-    head = [] if alone else [_wrapped(f"Graph {record.compile_id}: {_verdict(record)}")]
+    head = [] if alone else [wrapped(f"Graph {record.compile_id}: {_verdict(record)}")]
     done = [site for site in record.sites if site.rewritten]
     blocks = [_block(site, count) for site, count in _folded(done)]
     left = sorted((site for site in record.sites if not site.rewritten), key=_reason_order)
     for _, group in groupby(left, key=_reason_order):
         blocks += _declined(list(group))
+    if record.blend is not None:
+        blocks.insert(0, blend_block(record.blend))
     return "\n\n".join([*head, *blocks])
 
 
@@ -93,9 +104,9 @@ def _declined(sites: Sequence[SiteRecord]) -> list[str]:
     assert sites[0].declined is not None
     reason = sites[0].declined.reason
     explanation = EXPLANATIONS[reason]
-    said = [_wrapped(f"Not rewritten: {reason.value} ({len(sites)}). {explanation.meaning}")]
+    said = [wrapped(f"Not rewritten: {reason.value} ({len(sites)}). {explanation.meaning}")]
     if explanation.remedy:
-        said.append(_wrapped(f"What you can do: {explanation.remedy}"))
+        said.append(wrapped(f"What you can do: {explanation.remedy}"))
     return ["\n".join(said), *(_block(site, count) for site, count in _folded(sites))]
 
 
@@ -106,46 +117,16 @@ def _block(site: SiteRecord, count: int) -> str:
     details += [f"scores: {site.scores}"] if site.scores else []
     details += [_segment(segment) for segment in site.segments]
     if site.decision is not None:
-        details += _decision(site.decision)
+        details += decision_lines(site.decision)
     if site.declined is not None and site.decision is None:
-        details += _refusal(site.declined)
+        details += refusal_lines(site.declined)
     mark = "+" if site.rewritten else "-"
-    return "\n".join([_wrapped(lines[0], f"{mark} "), *(_wrapped(d, "    ") for d in details)])
+    return "\n".join([wrapped(lines[0], f"{mark} "), *(wrapped(d, "    ") for d in details)])
 
 
 def _segment(segment: SegmentRecord) -> str:
     shared = f", shared by {segment.branches} branches" if segment.branches != "1" else ""
     return f"keys {segment.keys}: row {segment.rows} of {segment.base}{shared}; {segment.mask}"
-
-
-def _decision(decision: Decision) -> Iterator[str]:
-    verb = "applied" if decision.apply else "not applied"
-    yield f"{verb}: {decision.why}{_bytes_of(decision)}"
-    if decision.guard:
-        yield f"guard: {decision.guard}"
-
-
-def _bytes_of(decision: Decision) -> str:
-    naive, cascade = decision.naive, decision.cascade
-    if naive is None or cascade is None:
-        return ""
-    ratio = f", {naive / cascade:.1f} x" if cascade else ""
-    return f" (naive {_binary(naive)}, cascade {_binary(cascade)}{ratio})"
-
-
-def _binary(count: int) -> str:
-    """Bytes in the unit that leaves at most four digits."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
-
-
-def _refusal(declined: Declined) -> Iterator[str]:
-    if declined.detail:
-        yield declined.detail
-    if declined.hint and declined.hint != EXPLANATIONS[declined.reason].remedy:
-        yield f"hint: {declined.hint}"
 
 
 def _folded(sites: Sequence[SiteRecord]) -> list[tuple[SiteRecord, int]]:
@@ -183,15 +164,4 @@ def _options(report: Report) -> Iterator[str]:
     for listed, names in groups.items():
         which = f" for graph {', '.join(names)}" if len(groups) > 1 else ""
         head = f"Options{which} (or variables {PREFIX}..., read whenever a graph is compiled):"
-        yield f"{_wrapped(head)}\n{_wrapped(listed, '  ')}"
-
-
-def _wrapped(line: str, lead: str = "") -> str:
-    return textwrap.fill(
-        line,
-        WIDTH,
-        initial_indent=lead,
-        subsequent_indent=" " * (len(lead) + 2 * bool(lead)),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        yield f"{wrapped(head)}\n{wrapped(listed, '  ')}"

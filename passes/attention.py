@@ -40,7 +40,7 @@ def find_attention(
     found: list[AttentionSite | Declined | None] = []
     for node in graph.nodes:
         if _is_sdpa(node):
-            found.append(guarded(node, _sdpa_site, node, sizes))
+            found.append(guarded(node, sdpa_site, node, sizes))
         elif node.target is torch.ops.aten.bmm.default:
             found.append(guarded(node, matcher.match, node))
     return [site for site in found if site is not None]
@@ -60,7 +60,7 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
     return {**bound, **node.kwargs}
 
 
-def _sdpa_site(node: fx.Node, sizes: Sizes) -> AttentionSite | Declined:
+def sdpa_site(node: fx.Node, sizes: Sizes) -> AttentionSite | Declined:
     """Read a `cascade::sdpa` call; SDPA yields zeros for a row that sees no key."""
     args = bound_arguments(node)
     q, k, v, mask = args["q"], args["k"], args["v"], args["attn_mask"]

@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import fx
 
+import torch_cascade.passes.token_attention
 import torch_cascade.passes.token_views  # noqa: F401  (registers its rules)
 from torch_cascade.compiler.graph import Size, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason

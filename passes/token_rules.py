@@ -16,7 +16,6 @@ from torch_cascade.passes.token_registry import (
     Arguments,
     bound,
     broadcast,
-    has_size,
     mixed,
     rank_of,
     token_rule,
@@ -184,35 +183,6 @@ def _iota(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
 def _numbers(node: fx.Node) -> list[Any]:
     given = bound(node)
     return [given[name] for name in ("start", "step") if name in given]
-
-
-def _attention(maker: Maker, node: fx.Node, rows: Rows, given: Arguments) -> fx.Node:
-    """A causal attention gets its rows' mask: row i of the result is no longer query i."""
-    rank = rank_of(node)
-    if not given.get("is_causal", False) or rows.tokens.dim != rank - 2:
-        return maker.again(node, given)
-    batch = None if rows.batch is None else rows.batch.dim
-    mask = maker.causal_mask(rank, batch, shape(given["k"])[-2])
-    options = {name: given[name] for name in ("scale", "enable_gqa") if name in given}
-    q, k, v = given["q"], given["k"], given["v"]
-    return maker.call(cascade.sdpa.default, q, k, v, mask, False, **options)
-
-
-@token_rule(cascade.sdpa.default, make=_attention)
-def _sdpa(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
-    """Queries are rows; keys and values stay whole."""
-    given, rank = bound(node), rank_of(node)
-    if axis.dim == rank - 1:
-        return {"v": axis}
-    if given.get("is_causal", False) and (axis.outer, axis.inner) != (ONE, ONE):
-        return mixed(node, "the causal rule counts queries of several sequences as one")
-    found: dict[str, Place] = {"q": axis}
-    if given.get("attn_mask") is not None:
-        found["attn_mask"] = broadcast(rank, axis, given["attn_mask"])
-    if axis.dim == rank - 2:
-        return found
-    keys = axis if has_size(given["k"], axis, sizes) else Tangled()
-    return {**found, "k": keys, "v": keys}
 
 
 @token_rule(cascade.attend.default)

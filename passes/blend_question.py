@@ -1,0 +1,154 @@
+"""What the fresh tokens look at, at a check layer: for selectors that ask how a prompt is read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torch_cascade.compiler.graph import Emitter, Sizes, shape
+from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.attention import bound_arguments
+from torch_cascade.passes.blend_site import ReuseSite
+from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
+from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
+from torch_cascade.passes.token_frontier import CONTRACTIONS, Frontier
+from torch_cascade.passes.token_rows import Axis, Rows
+
+aten = torch.ops.aten
+sdpa = torch.ops.cascade.sdpa.default
+
+
+@dataclass(frozen=True)
+class Question:
+    """The fresh tokens' rows of one attention, planned.
+
+    Attributes:
+        attention: the `cascade::sdpa` of the check layer.
+        plan: how its rows are made.
+        q, mask: the queries and the mask, with the rows; None for a mask that has none.
+    """
+
+    attention: fx.Node
+    plan: RowPlan
+    q: Demand
+    mask: Demand | None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The same, written: the arguments of `runtime.selection.mean_attention`.
+
+    `mask` has all batch rows' queries in dim 2 where `flat`.
+    """
+
+    q: fx.Node
+    k: fx.Node
+    mask: fx.Node | None
+    is_causal: bool
+    scale: float | None
+    flat: bool
+
+
+def plan_question(
+    graph: fx.Graph,
+    site: ReuseSite,
+    frontier: Frontier,
+    marker: fx.Node,
+    earlier: Collection[Demand],
+    sizes: Sizes,
+) -> Question | Declined:
+    """Plan the queries of the fresh tokens at a check layer.
+
+    Args:
+        graph: functional ATen; it is only read.
+        site: the marked layers.
+        frontier: of the first check layer.
+        marker: of this one.
+        earlier: rows that exist, of which these are some; none at the first.
+        sizes: facts about the sizes.
+    """
+    attention = _attention_of(marker)
+    if attention is None or len(shape(attention)) != 4:
+        return _unknown(marker, "its attention is no 4-D scaled_dot_product_attention")
+    given = bound_arguments(attention)
+    if not isinstance(given["scale"], (float, int, type(None))):
+        return _unknown(attention, "the scale of its attention is no number")
+    each = None if site.each is None else Axis(0, site.each)
+    q = given["q"], Rows(Axis(2, site.tokens), each)
+    mask = _mask_rows(given["attn_mask"], site, sizes)
+    if not sizes.equal(shape(given["q"])[2], site.tokens):
+        return _unknown(attention, f"its queries {list(shape(given['q']))} are not all tokens")
+    plan = plan_rows(
+        graph,
+        frontier,
+        tokens=site.tokens,
+        batch=site.each,
+        rows=[q] if mask is None else [q, mask],
+        earlier=earlier,
+        sizes=sizes,
+    )
+    return plan if isinstance(plan, Declined) else Question(attention, plan, q, mask)
+
+
+def _attention_of(marker: fx.Node) -> fx.Node | None:
+    """The first product that reads the marker's keys, if it is an attention."""
+    waiting = [marker]
+    while waiting:
+        node = waiting.pop()
+        if node.target in CONTRACTIONS:
+            return node if node.target is sdpa else None
+        waiting += reversed(node.users)
+    return None
+
+
+def _mask_rows(mask: fx.Node | None, site: ReuseSite, sizes: Sizes) -> Demand | None:
+    if mask is None or len(shape(mask)) < 2:
+        return None
+    dims = shape(mask)
+    if not sizes.equal(dims[-2], site.tokens):
+        return None
+    batch = site.each is not None and len(dims) == 4 and sizes.equal(dims[0], site.each)
+    each = Axis(0, site.each) if batch and site.each is not None else None
+    return mask, Rows(Axis(len(dims) - 2, site.tokens), each)
+
+
+def emit_question(
+    question: Question, site: ReuseSite, anchor: fx.Node, made: MadeRows | None
+) -> Asked:
+    """Write the rows.
+
+    Args:
+        question: planned in the same graph.
+        site: the marked layers.
+        anchor: stands below the rows that were made.
+        made: what `earlier` rows became.
+    """
+    index, narrowed = site.fresh_rows, None
+    if made is not None:
+        index, places = _places(Emitter(anchor), made.index, site.fresh_rows)
+        narrowed = Narrowed(made, places)
+    rows = apply_rows(question.plan, index, narrowed=narrowed)
+    given = bound_arguments(question.attention)
+    mask: fx.Node | None = given["attn_mask"]
+    flat = False
+    if question.mask is not None:
+        mask = rows.of(*question.mask)
+        flat = site.each is not None and question.mask[1].batch is None
+    q = rows.of(*question.q)
+    return Asked(q, given["k"], mask, given["is_causal"], given["scale"], flat)
+
+
+def _places(emit: Emitter, kept: fx.Node, fresh: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The fresh tokens, and where they stand among the kept ones, which ascend."""
+    rows = emit.call(aten.unsqueeze.default, kept, 1)
+    wanted = emit.call(aten.unsqueeze.default, fresh, 2)
+    before = emit.call(aten.lt.Tensor, rows, wanted)
+    places = emit.call(aten.sum.dim_IntList, before, [2])
+    return emit.call(aten.gather.default, kept, 1, places), places
+
+
+def _unknown(node: fx.Node, detail: str) -> Declined:
+    return Declined(Reason.SELECTOR, node.name, detail)
