@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.summary import Report
+    from torch_cascade.runtime.blend_cache import BlendCache
+    from torch_cascade.runtime.chunk_store import ChunkStore
     from torch_cascade.runtime.paged import PagePool
     from torch_cascade.runtime.paged_branches import PagedBranches
     from torch_cascade.runtime.prefix_cache import SharedPrefixCache
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BlendCache",
+    "ChunkStore",
     "Options",
     "PagePool",
     "PagedBranches",
@@ -32,6 +36,8 @@ __all__ = [
 _HOMES = {
     "explain": "compiler.explain",
     "last_report": "compiler.explain",
+    "BlendCache": "runtime.blend_cache",
+    "ChunkStore": "runtime.chunk_store",
     "Options": "compiler.options",
     "PagePool": "runtime.paged",
     "PagedBranches": "runtime.paged_branches",
