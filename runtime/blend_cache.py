@@ -8,12 +8,28 @@ computed in full. `torch.compile(model, backend="cascade")` may reuse them (Cach
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from torch_cascade.runtime.blend_layers import BlendLayer, KeyValue, Reuse
 from torch_cascade.runtime.rotation_check import LayerRotation
+from torch_cascade.runtime.take_kv import Pending
 
 from transformers.cache_utils import Cache  # isort: skip  (blend_layers says what to install)
+
+
+class Loading(Protocol):
+    """What brings the cached keys and values of a cache that was made before they were there."""
+
+    def wait(self, layer: int) -> KeyValue:
+        """A layer's keys [N, H, L, D] and values, once they are there."""
+
+    def cancel(self) -> None:
+        """Stop: they are not needed."""
 
 
 class BlendCache(Cache):
@@ -35,20 +51,23 @@ class BlendCache(Cache):
     def __init__(
         self,
         rotations: Sequence[LayerRotation],
-        cached: Sequence[KeyValue] | None = None,
+        cached: Sequence[KeyValue] | Sequence[Pending] | None = None,
         reuse: Reuse | None = None,
+        loading: Loading | None = None,
     ) -> None:
         """Hold what the chunks' prefills left.
 
         Args:
             rotations: of each layer's keys, `ModelRotation.layers`.
-            cached: keys [N, H, L, D] and values [N, H, L, Dv], one pair a layer; None where no
-                token is cached.
+            cached: keys [N, H, L, D] and values [N, H, L, Dv], one pair a layer, or what
+                will give them; None where no token is cached.
             reuse: the rest, the same for all layers; None with `cached`.
+            loading: what gives them, held as long as the cache and told when nobody needs it.
         """
         if (cached is None) != (reuse is None):
             raise ValueError("cached and reuse come together, or neither does")
-        pairs: Sequence[KeyValue | None] = [None] * len(rotations) if cached is None else cached
+        none: list[None] = [None] * len(rotations)
+        pairs: Sequence[KeyValue | Pending | None] = none if cached is None else cached
         if not rotations or len(pairs) != len(rotations):
             raise ValueError(f"{len(rotations)} layers have rotations, {len(pairs)} cached keys")
         layers = [
@@ -57,25 +76,51 @@ class BlendCache(Cache):
         ]
         super().__init__(layers=layers)
 
+        self._loading = loading
+        if loading is not None:
+            weakref.finalize(self, loading.cancel)
+
     @property
     def prefilled(self) -> bool:
         """Whether the prompt has been computed."""
         return bool(self.layers[-1].is_initialized)
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> KeyValue:
+        """Add states [N, H, M, D], [N, H, M, Dv] to a layer; return all its keys and values.
+
+        Raises:
+            TypeError: the prompt's states have another dtype than the cached ones.
+            ValueError: they are not of the whole prompt.
+        """
+        pair: KeyValue = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if not torch.compiler.is_compiling() and self._loading is not None:
+            self._loading.cancel()  # eager: nothing is reused
+        return pair
+
     def rotated(self, layer: int) -> KeyValue:
         """A layer's cached keys at their new positions and its values, before the prefill.
 
+        Returns:
+            [N, H, L, D] and [N, H, L, Dv], waited for; not to be written.
+
         Raises:
-            ValueError: after the prefill.
+            ValueError: after the prefill, when they are released; or nothing is cached.
         """
-        return self.layers[layer].rotated()
+        held = self.layers[layer].cached
+        if held is None:
+            raise ValueError("no cached keys and values: none were, or the prefill released them")
+        if isinstance(held, Pending):
+            assert self._loading is not None
+            held = self._loading.wait(layer)
+        return self.layers[layer].rotate(held)
 
     def __repr__(self) -> str:
         """Sizes of the cache in one line."""
-        first = self.layers[0]
-        if first.cached is None or first.reuse is None:
-            return f"{type(self).__name__}(layers={len(self)}, tokens={self.get_seq_length()})"
-        rows, _, tokens, _ = first.cached[0].shape
-        fresh = first.reuse.fresh_rows.shape[1]
-        sizes = f"rows={rows}, tokens={tokens}, fresh={fresh}"
-        return f"{type(self).__name__}(layers={len(self)}, {sizes}, not yet prefilled)"
+        name, reuse = type(self).__name__, self.layers[0].reuse
+        if reuse is None:
+            return f"{name}(layers={len(self)}, tokens={self.get_seq_length()})"
+        rows, tokens = reuse.chunks.shape
+        sizes = f"rows={rows}, tokens={tokens}, fresh={reuse.fresh_rows.shape[1]}"
+        return f"{name}(layers={len(self)}, {sizes}, not yet prefilled)"

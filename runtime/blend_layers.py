@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_cascade.kernels.ops import reuse_kv
 from torch_cascade.runtime.positions import RotatedSlice, Turn, rotate_keys
+from torch_cascade.runtime.take_kv import Pending
 
 try:
     from transformers.cache_utils import DynamicLayer
@@ -48,7 +49,7 @@ class BlendLayer(DynamicLayer):
 
     def __init__(
         self,
-        cached: KeyValue | None = None,
+        cached: KeyValue | Pending | None = None,
         reuse: Reuse | None = None,
         where: RotatedSlice | None = None,
         rotary: int | None = None,
@@ -57,8 +58,8 @@ class BlendLayer(DynamicLayer):
 
         Args:
             cached: keys [N, H, L, D], rotated for the chunks' own positions, and values
-                [N, H, L, Dv]; anything finite at the fresh tokens. Read only. None for none: an
-                ordinary layer.
+                [N, H, L, Dv]; anything finite at the fresh tokens. Read only. Or what will give
+                them, to a compiled prefill. None for none: an ordinary layer.
             reuse: shared by all layers; None with `cached`.
             where: the features that are rotated; None for none.
             rotary: which of `reuse.turns` rotates them.
@@ -81,33 +82,20 @@ class BlendLayer(DynamicLayer):
         if self.cached is None or self.reuse is None:
             grown: KeyValue = super().update(key_states, value_states)
             return grown
-        self._check(key_states, self.cached[0])
+        self._check(key_states, self.cached, self.reuse)
         if not torch.compiler.is_compiling():
             # The marker's meaning: the prompt is computed in full.
-            self.release()
+            self._release()
             kept: KeyValue = super().update(key_states, value_states)
             return kept
         keys, values, reuse = self._for_rows(key_states.shape[0])
         self.keys, self.values = reuse_kv(key_states, value_states, keys, values, reuse.fresh_rows)
         self.device = key_states.device
         self.is_initialized = True
-        self.release()
+        self._release()
         return self.keys, self.values
 
-    def rotated(self) -> KeyValue:
-        """The cached keys at their new positions, and the values: [N, H, L, D], [N, H, L, Dv].
-
-        Raises:
-            ValueError: after the prefill, when they are released.
-        """
-        if self.cached is None or self.reuse is None:
-            raise ValueError("the cached keys and values were released by the prefill")
-        keys, values = self.cached
-        if self.where is None or self.rotary is None:
-            return keys, values
-        return rotate_keys(keys, self.reuse.turns[self.rotary], self.where), values
-
-    def release(self) -> None:
+    def _release(self) -> None:
         """Forget the cached keys and values: from here on an ordinary growing layer."""
         self.cached = self.reuse = None
 
@@ -118,16 +106,12 @@ class BlendLayer(DynamicLayer):
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Continue every row `repeats` times."""
-        if self.cached is None or self.reuse is None:
-            super().batch_repeat_interleave(repeats)
-            return
-        keys, values = self.cached
-        self.cached = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
-        self.reuse = repeated(self.reuse, repeats)
+        """Continue every row `repeats` times; before the prefill, simply call it with such rows."""
+        self._check_prefilled("batch_repeat_interleave")
+        super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep rows `indices` (int64 [N'] or bool [N]), in that order; refused before the prefill."""
+        """Keep rows `indices`, int64 [N'] or bool [N], in order; refused before the prefill."""
         self._check_prefilled("batch_select_indices")
         super().batch_select_indices(indices)
 
@@ -147,27 +131,39 @@ class BlendLayer(DynamicLayer):
 
     def _for_rows(self, rows: int) -> tuple[Tensor, Tensor, Reuse]:
         """Rotated keys, values and the rest for a batch that `generate` has expanded, or not."""
-        assert self.reuse is not None
-        keys, values = self.rotated()
-        if keys.shape[0] == rows:
+        assert self.cached is not None and self.reuse is not None
+        own_rows, tokens = self.reuse.chunks.shape
+        held = self.cached
+        pair = held.take(own_rows, tokens) if isinstance(held, Pending) else held
+        keys, values = self.rotate(pair)
+        if own_rows == rows:
             return keys, values, self.reuse
-        repeats = rows // keys.shape[0]
+        repeats = rows // own_rows
         expanded = keys.repeat_interleave(repeats, 0), values.repeat_interleave(repeats, 0)
         return *expanded, repeated(self.reuse, repeats)
 
-    def _check(self, fresh: Tensor, cached: Tensor) -> None:
-        if fresh.dtype != cached.dtype:
+    def rotate(self, cached: KeyValue) -> KeyValue:
+        """The cached keys at their new positions, and the values."""
+        keys, values = cached
+        if self.where is None or self.rotary is None or self.reuse is None:
+            return keys, values
+        return rotate_keys(keys, self.reuse.turns[self.rotary], self.where), values
+
+    def _check(self, fresh: Tensor, cached: KeyValue | Pending, reuse: Reuse) -> None:
+        dtype = cached.dtype if isinstance(cached, Pending) else cached[0].dtype
+        rows, tokens = reuse.chunks.shape
+        if fresh.dtype != dtype:
             raise TypeError(
-                f"the chunks were cached in {cached.dtype} and this forward computes keys in "
+                f"the chunks were cached in {dtype} and this forward computes keys in "
                 f"{fresh.dtype}: add chunks under the same autocast, from the same weights"
             )
-        if fresh.shape[2] != cached.shape[2]:
+        if fresh.shape[2] != tokens:
             raise ValueError(
-                f"a blended prompt comes whole and at once: expected {cached.shape[2]} tokens, got "
+                f"a blended prompt comes whole and at once: expected {tokens} tokens, got "
                 f"{fresh.shape[2]} (pass all of input_ids, and no prefill_chunk_size)"
             )
-        if fresh.shape[0] % cached.shape[0] != 0:
-            raise ValueError(f"expected {cached.shape[0]} rows or a multiple, got {fresh.shape[0]}")
+        if fresh.shape[0] % rows != 0:
+            raise ValueError(f"expected {rows} rows or a multiple, got {fresh.shape[0]}")
 
 
 def repeated(reuse: Reuse, repeats: int) -> Reuse:

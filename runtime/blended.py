@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_cascade.runtime.blend_cache import BlendCache
+from torch_cascade.runtime.chunk_report import BlendReport
 
 _OLD_NAME = "past_key_values"
 
@@ -22,6 +23,7 @@ class Blended(Mapping[str, Any]):
     Attributes:
         input_ids: int64 [N, L], on the model's device.
         past_key_values: the `BlendCache`; good for one prefill.
+        report: what is reused, and from where it comes.
         attention_mask: int64 [N, L], 0 at padding; None where there is none.
         position_ids: int64 [N, L], not counting padding; None without padding.
     """
@@ -30,6 +32,7 @@ class Blended(Mapping[str, Any]):
         self,
         input_ids: Tensor,
         past_key_values: BlendCache,
+        report: BlendReport,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cache_name: str = _OLD_NAME,
@@ -37,6 +40,7 @@ class Blended(Mapping[str, Any]):
         """Collect them; `cache_name` is what the model's forward calls its cache."""
         self.input_ids = input_ids
         self.past_key_values = past_key_values
+        self.report = report
         self.attention_mask = attention_mask
         self.position_ids = position_ids
         inputs = {

@@ -66,7 +66,7 @@ def prompt_rows(parts: Sequence[Part] | Sequence[Sequence[Part]]) -> list[list[I
         raise TypeError("parts must be all token ids (one prompt), or all lists of parts (a batch)")
     rows = parts if batched[0] else [parts]
     return [
-        [token_ids(part, f"part {j} of prompt {i}") for j, part in enumerate(row)]  # type: ignore[arg-type]
+        [token_ids(part, f"part {j} of prompt {i}") for j, part in enumerate(row)]
         for i, row in enumerate(rows)
     ]
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_cascade.runtime.blend_layers import Reuse
+from torch_cascade.runtime.blend_layers import KeyValue, Reuse
+from torch_cascade.runtime.chunk_files import ChunkFile
 from torch_cascade.runtime.chunk_parts import Layout, Span
-from torch_cascade.runtime.chunks import Chunk
+from torch_cascade.runtime.chunks import Chunk, table_bytes
 from torch_cascade.runtime.positions import RopeTable, Turn, join
 from torch_cascade.runtime.rotation import ModelRotation
+
+Cached: TypeAlias = Chunk | ChunkFile
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +29,7 @@ class Placed:
         span: where the tokens go that are reused: the chunk's first `span.length`.
     """
 
-    chunk: Chunk
+    chunk: Cached
     number: int
     span: Span
 
@@ -75,12 +79,12 @@ class Plan:
         positions = self.layout.positions()
         for row, all_placed in enumerate(self.rows):
             for placed in all_placed:
-                span, first = placed.span, placed.chunk.position
+                span, first = placed.span, len(placed.chunk.key.context)
                 positions[row, span.start : span.end] = first + torch.arange(span.length)
         return positions
 
 
-def make_plan(layout: Layout, found: Sequence[Sequence[Chunk | None]]) -> Plan:
+def make_plan(layout: Layout, found: Sequence[Sequence[Cached | None]]) -> Plan:
     """Place the chunks that were found, one or None for each part.
 
     The last token of a prompt is always computed: its logits are what a prefill is for.
@@ -120,7 +124,8 @@ def _turns(
     if not new:
         return ()
     old, positions = plan.old_positions().to(device), plan.layout.positions().to(device)
-    tables = {id(placed.chunk.tables): placed.chunk.tables for row in plan.rows for placed in row}
+    chunks = [placed.chunk for row in plan.rows for placed in row]
+    tables = {table_bytes(chunk.tables): chunk.tables for chunk in chunks}
     if len(tables) == 1:
         (only,) = tables.values()
         return rotation.turns(only, new, old, positions)
@@ -154,29 +159,49 @@ def _row_turns(
     return [join(turns) for turns in zip(*parts, strict=True)]
 
 
-def assemble(plan: Plan, layer: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def assemble(plan: Plan, layer: int, device: torch.device) -> KeyValue:
     """One layer's cached keys and values at their places: [N, H, L, D] and [N, H, L, Dv].
 
     Returns:
         New tensors, zero where nothing is cached.
+
+    Raises:
+        ValueError: chunks of different dtypes.
     """
-    keys = [[(p.span, p.chunk.layers[layer][0]) for p in row] for row in plan.rows]
-    values = [[(p.span, p.chunk.layers[layer][1]) for p in row] for row in plan.rows]
-    length = plan.layout.length
-    return _side_by_side(keys, length, device), _side_by_side(values, length, device)
+    buffers = empty_buffers(plan, layer, device)
+    for target, row in zip(zip(*buffers, strict=True), plan.rows, strict=True):
+        pairs = [(placed.span, placed.chunk.layer(layer)) for placed in row]
+        for index, part in enumerate(target):
+            _join_tokens([(span, pair[index]) for span, pair in pairs], part)
+    return buffers
 
 
-def _side_by_side(
-    rows: Sequence[Sequence[tuple[Span, Tensor]]], length: int, device: torch.device
-) -> Tensor:
-    sample = next(states for row in rows for _, states in row)
-    heads, _, features = sample.shape
-    out = torch.empty(len(rows), heads, length, features, dtype=sample.dtype, device=device)
-    for target, row in zip(out, rows, strict=True):
-        end = 0
-        for span, states in row:
-            target[:, end : span.start].zero_()
-            target[:, span.start : span.end].copy_(states[:, : span.length], non_blocking=True)
-            end = span.end
-        target[:, end:].zero_()
-    return out
+def empty_buffers(plan: Plan, layer: int, device: torch.device, *, zero: bool = False) -> KeyValue:
+    """Room for a layer's cached keys and values, uninitialised or zero.
+
+    Raises:
+        ValueError: chunks of different dtypes.
+    """
+    samples = [placed.chunk.like(layer) for row in plan.rows for placed in row]
+    dtypes = {states.dtype for pair in samples for states in pair}
+    if len(dtypes) > 1:
+        raise ValueError(f"chunks were cached in different dtypes: {sorted(map(str, dtypes))}")
+    make = torch.zeros if zero else torch.empty
+    rows, length = len(plan.rows), plan.layout.length
+    keys, values = (
+        make(rows, x.shape[0], length, x.shape[2], dtype=x.dtype, device=device) for x in samples[0]
+    )
+    return keys, values
+
+
+def _join_tokens(pieces: Sequence[tuple[Span, Tensor]], out: Tensor) -> None:
+    """Write pieces [H, T, D] at their places into `out` [H, L, D], zeros elsewhere: one kernel."""
+    parts, end = [], 0
+    for span, states in pieces:
+        parts += [_zeros(out, span.start - end), states[:, : span.length]]
+        end = span.end
+    torch.cat([*parts, _zeros(out, out.shape[1] - end)], dim=1, out=out)
+
+
+def _zeros(like: Tensor, length: int) -> Tensor:
+    return like.new_zeros(()).expand(like.shape[0], length, like.shape[2])

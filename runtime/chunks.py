@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_cascade.runtime.blend_layers import KeyValue
 from torch_cascade.runtime.chunk_parts import Ids
-from torch_cascade.runtime.positions import RopeTable
+from torch_cascade.runtime.positions import Frequencies, RopeTable
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import ModelRotation
 
@@ -50,14 +51,16 @@ class Chunk:
 
     Attributes:
         key: what they depend on.
-        tables: of the model's rotary embeddings when they were computed.
+        tables: of the model's rotary embeddings when they were computed, on the CPU.
         layers: keys [H, T, D], rotated for positions len(key.context) and on, and values
             [H, T, Dv], a pair a layer.
+        ready: on CUDA, the event after which they are there.
     """
 
     key: ChunkKey
     tables: tuple[RopeTable, ...]
     layers: tuple[KeyValue, ...]
+    ready: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -65,9 +68,60 @@ class Chunk:
         return sum(k.nbytes + v.nbytes for k, v in self.layers)
 
     @property
-    def position(self) -> int:
-        """Of the first token when it was computed."""
-        return len(self.key.context)
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self.layers[0][0].device
+
+    def layer(self, index: int) -> KeyValue:
+        """Keys and values of a layer, for the current stream; not to be written."""
+        pair = self.layers[index]
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self.ready)
+            for states in pair:
+                states.record_stream(stream)
+        return pair
+
+    def like(self, index: int) -> KeyValue:
+        """Tensors of the sizes and dtype of a layer's keys and values."""
+        return self.layers[index]
+
+    def copied_to(self, device: torch.device) -> Chunk:
+        """A copy; on the CPU in pinned memory where there is CUDA to read it."""
+        pairs = (self.layer(index) for index in range(len(self.layers)))
+        layers = tuple((_copied(k, device), _copied(v, device)) for k, v in pairs)
+        return Chunk(self.key, self.tables, layers, marked(device))
+
+
+def table_bytes(tables: Sequence[RopeTable]) -> bytes:
+    """Equal for tables of equal frequencies; `tables` on the CPU, so that nothing waits."""
+    return b"".join(
+        t.inv_freq.numpy().tobytes() + struct.pack("d", t.factor)
+        if isinstance(t, Frequencies)
+        else b"lookup"
+        for t in tables
+    )
+
+
+def _on_host(table: RopeTable) -> RopeTable:
+    if not isinstance(table, Frequencies):
+        return table
+    return Frequencies(table.inv_freq.float().cpu(), table.factor)
+
+
+def marked(device: torch.device) -> Any:
+    """On CUDA an event after all that the current stream was given."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _copied(states: Tensor, device: torch.device) -> Tensor:
+    pinned = device.type == "cpu" and states.is_cuda
+    out = torch.empty(states.shape, dtype=states.dtype, device=device, pin_memory=pinned)
+    return out.copy_(states, non_blocking=device.type == "cuda")
 
 
 def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
@@ -79,7 +133,7 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     """
     device = _check_ids(model, key)
     ids = torch.tensor([*key.context, *key.ids], device=device)[None]
-    tables = rotation.tables(ids.shape[1])
+    tables = tuple(_on_host(table) for table in rotation.tables(ids.shape[1]))
     cache = DynamicCache()  # without config: its sliding layers would drop tokens
     inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
     accepted = inspect.signature(type(model).forward).parameters
@@ -88,7 +142,7 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     with torch.no_grad():
         # The class's own: an instance's may be compiled, and would compile for every length.
         type(model).forward(model, input_ids=ids, **inputs)
-    return Chunk(key, tables, _kept(cache, rotation, key))
+    return Chunk(key, tables, _kept(cache, rotation, key), marked(device))
 
 
 def _check_ids(model: nn.Module, key: ChunkKey) -> torch.device:
@@ -109,11 +163,6 @@ def _kept(cache: Any, rotation: ModelRotation, key: ChunkKey) -> tuple[KeyValue,
         )
     if any(layer.keys.shape[2] != length for layer in layers):
         raise ValueError(f"the model's cache dropped some of {length} tokens")
-    copied = (torch.contiguous_format,)
-    return tuple(
-        (
-            layer.keys[0, :, start:].clone(memory_format=copied[0]),
-            layer.values[0, :, start:].clone(memory_format=copied[0]),
-        )
-        for layer in layers
-    )
+    layout = torch.contiguous_format
+    pairs = ((layer.keys[0, :, start:], layer.values[0, :, start:]) for layer in layers)
+    return tuple((k.clone(memory_format=layout), v.clone(memory_format=layout)) for k, v in pairs)
