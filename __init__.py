@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.summary import Report
+    from torch_cascade.kernels.ops import reuse_kv
     from torch_cascade.runtime.blend_cache import BlendCache
     from torch_cascade.runtime.chunk_store import ChunkStore
     from torch_cascade.runtime.paged import PagePool
@@ -31,6 +32,7 @@ __all__ = [
     "SharedPrefixCache",
     "explain",
     "last_report",
+    "reuse_kv",
 ]
 
 _HOMES = {
@@ -39,6 +41,7 @@ _HOMES = {
     "BlendCache": "runtime.blend_cache",
     "ChunkStore": "runtime.chunk_store",
     "Options": "compiler.options",
+    "reuse_kv": "kernels.ops",
     "PagePool": "runtime.paged",
     "PagedBranches": "runtime.paged_branches",
     "Report": "compiler.summary",

@@ -23,8 +23,16 @@ Compiled = Callable[..., Any]
 _KEPT = 64  # compilations of which the record is kept
 
 
+_TO_COMPUTE_ALL = (
+    "To compute all tokens and reuse none, leave the pass `blend` out: passes=cascade."
+)
+
+
 class CascadeError(RuntimeError):
-    """With `strict=1`: a graph in which nothing was rewritten, or a pass that failed."""
+    """A graph that asks a blend for tokens it does not compute.
+
+    With `strict=1` also: a graph in which nothing was rewritten, or a pass that failed.
+    """
 
 
 def cascade_backend(
@@ -53,7 +61,8 @@ def cascade_backend(
 
     Raises:
         ValueError: an unknown option, or a value it does not take.
-        CascadeError: with `strict=1`, nothing was rewritten.
+        CascadeError: results of tokens that a blend does not compute; with `strict=1`, nothing was
+            rewritten.
     """
     resolved, patches = Options.resolve(options, mode)
     return compile_graph(gm, example_inputs, resolved, patches)
@@ -115,8 +124,11 @@ def compile_graph(
     if dump is not None:
         dump.finish(record)
     _log(record)
-    if options.strict and not options.disable and not record.rewritten:
+    asks_too_much = _asks_too_much(record)
+    if options.strict and not options.disable and record.idle:
         raise CascadeError(f"strict: {_why_nothing(record)}")
+    if asks_too_much and journal is None:
+        raise CascadeError(asks_too_much)
     return cast("Compiled", compiled)
 
 
@@ -168,13 +180,30 @@ def _log(record: Any) -> None:
         return
     found, name = len(record.sites), record.compile_id
     logger.info("graph %s: %d of %d attention sites rewritten", name, record.rewritten, found)
+    blend = record.blend
+    if blend is not None:
+        layers, reason = len(blend.layers), blend.declined or "blended"
+        logger.info("graph %s: %d of %d layers reuse: %s", name, blend.reused, layers, reason)
     for site in record.sites:
         if site.declined is not None:
             logger.info("%s: %s", site.where or site.node, site.declined)
 
 
+def _asks_too_much(record: Any) -> str:
+    """The error for results of tokens that a blend does not compute; "" for none."""
+    from torch_cascade.compiler.report import EXPLANATIONS, Reason
+
+    declined = None if record.blend is None else record.blend.declined
+    if declined is None or declined.reason is not Reason.ALL_TOKENS:
+        return ""
+    said = EXPLANATIONS[Reason.ALL_TOKENS]
+    return f"{said.meaning} At {declined.node}: {declined.detail}. {said.remedy} {_TO_COMPUTE_ALL}"
+
+
 def _why_nothing(record: Any) -> str:
     """Why a compilation rewrote no site, for the error that `strict` asked for."""
+    if record.blend is not None:
+        return f"no cached keys and values were reused: {record.blend.declined}"
     if record.sites:
         reasons = "; ".join(str(site.declined) for site in record.sites)
         return f"none of {len(record.sites)} attention sites was rewritten: {reasons}"

@@ -8,6 +8,7 @@ share one artefact, and a size that crosses compiles the other side once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import sympy
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -103,24 +104,60 @@ def decide(work: Work, sizes: Sizes, options: Options) -> Decision:
 def _decide_on_hint(
     pays: sympy.Rel, numbers: tuple[int | None, int | None], sizes: Sizes, options: Options
 ) -> Decision:
-    assert sizes.shape_env is not None  # static sizes were settled by the caller
     if free_unbacked_symbols(pays) or None in numbers:
         return Decision(True, "sizes known only at run time: taken as long", *numbers)
-    guarded = options.guards == "auto" and _ranges_are_default(pays, sizes)
-    if guarded:
-        apply = bool(sizes.shape_env.create_symboolnode(pays))
-    else:
-        naive, cascade = numbers
-        assert naive is not None and cascade is not None
-        apply = cascade < naive
-    taken = str(pays if apply else sympy.Not(pays))
+    apply, guard = _settled(pays, sizes, options)
     return Decision(
         apply,
         "fewer KV bytes" if apply else "as many KV bytes or more",
         *numbers,
-        guard=taken if guarded else "",
+        guard=guard,
         reason=None if apply else Reason.NOT_PROFITABLE,
     )
+
+
+def _settled(condition: sympy.Rel, sizes: Sizes, options: Options) -> tuple[bool, str]:
+    """A condition on backed sizes, in the call being compiled; and the guard that it became."""
+    assert sizes.shape_env is not None  # static sizes were settled by the caller
+    guarded = options.guards == "auto" and _ranges_are_default(condition, sizes)
+    if guarded:
+        holds = bool(sizes.shape_env.create_symboolnode(condition))
+    else:
+        values = {s: sizes.hint(s) for s in condition.free_symbols}
+        holds = bool(condition.subs(values))
+    taken = str(condition if holds else sympy.Not(condition))
+    return holds, taken if guarded else ""
+
+
+def decide_reuse(cached: Size, ratio: Fraction, sizes: Sizes, options: Options) -> Decision:
+    """Choose between recomputing all tokens of a prompt and blending.
+
+    A guard may be added, as by `decide`.
+
+    Args:
+        cached: how many tokens have a cached copy.
+        ratio: the largest share of them that is recomputed.
+        sizes: facts about the sizes.
+        options: what the user wants.
+    """
+    least = options.min_tokens
+    if options.decide == "never":
+        return Decision(False, "decide=never", reason=Reason.NEVER)
+    if options.decide == "always":
+        return Decision(True, "decide=always")
+    if ratio == 1:
+        return Decision(False, "ratio 1 recomputes every token", reason=Reason.NOT_PROFITABLE)
+    enough, few = f"min_tokens={least} cached tokens or more", f"fewer than min_tokens={least}"
+    condition = sympy.Ge(cached, least)
+    if sizes.known(condition):
+        return Decision(True, f"{cached} cached tokens, {enough}")
+    if sizes.known(sympy.Not(condition)):
+        return Decision(False, f"{cached} cached tokens, {few}", reason=Reason.MIN_TOKENS)
+    if free_unbacked_symbols(condition):
+        return Decision(True, "sizes known only at run time: taken as long")
+    apply, guard = _settled(condition, sizes, options)
+    why = f"{sizes.hint(cached)} cached tokens, {enough if apply else few}"
+    return Decision(apply, why, guard=guard, reason=None if apply else Reason.MIN_TOKENS)
 
 
 def _ranges_are_default(condition: sympy.Basic, sizes: Sizes) -> bool:

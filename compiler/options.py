@@ -12,52 +12,23 @@ import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
-PREFIX = "TORCH_CASCADE_"
-KNOWN_PASSES = ("cascade",)
-"""Names that the option `passes` accepts, in the order in which the passes run."""
+from torch_cascade.compiler import option_values as values
+from torch_cascade.compiler.option_values import (
+    KNOWN_PASSES,
+    CheckLayers,
+    boolean,
+    choice,
+    folder,
+    pass_names,
+)
 
+PREFIX = "TORCH_CASCADE_"
 Decide: TypeAlias = Literal["auto", "always", "never"]
 Guards: TypeAlias = Literal["auto", "never"]
-
-_WORDS = {"1": True, "true": True, "yes": True, "on": True}
-_WORDS |= {"0": False, "false": False, "no": False, "off": False}
-
-
-def _boolean(value: object) -> bool:
-    word = str(value).strip().lower()
-    if not isinstance(value, (int, str)) or word not in _WORDS:
-        raise ValueError("one of 0, 1, true, false, yes, no, on, off")
-    return _WORDS[word]
-
-
-def _choice(*words: str) -> Callable[[object], str]:
-    def parse(value: object) -> str:
-        if not isinstance(value, str) or value.strip().lower() not in words:
-            raise ValueError(f"one of {', '.join(words)}")
-        return value.strip().lower()
-
-    return parse
-
-
-def _pass_names(value: object) -> tuple[str, ...]:
-    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
-    if names == ["none"]:
-        return ()
-    if not isinstance(names, (list, tuple)) or any(name not in KNOWN_PASSES for name in names):
-        valid = ", ".join(KNOWN_PASSES)
-        raise ValueError(f"passes of this version ({valid}), separated by commas, or none")
-    return tuple(name for name in KNOWN_PASSES if name in names)
-
-
-def _folder(value: object) -> Path | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError("the path of a folder")
-    return Path(os.fspath(value)).expanduser()
 
 
 def _about(
@@ -88,17 +59,17 @@ class Setting:
 class Options:
     """The resolved switches of one compilation; see `settings` for what each means."""
 
-    disable: bool = field(default=False, metadata=_about(_boolean, "`1`: exactly plain Inductor"))
+    disable: bool = field(default=False, metadata=_about(boolean, "`1`: exactly plain Inductor"))
     passes: tuple[str, ...] = field(
         default=KNOWN_PASSES,
         metadata=_about(
-            _pass_names, "the passes to run, separated by commas, or `none`", in_code=True
+            pass_names, "the passes to run, separated by commas, or `none`", in_code=True
         ),
     )
     decide: Decide = field(
         default="auto",
         metadata=_about(
-            _choice(*get_args(Decide)),
+            choice(*get_args(Decide)),
             "`auto`: rewrite where the cost model says it pays; `always`: every legal rewrite; "
             "`never`: analyse and report only",
             in_code=True,
@@ -107,7 +78,7 @@ class Options:
     guards: Guards = field(
         default="auto",
         metadata=_about(
-            _choice(*get_args(Guards)),
+            choice(*get_args(Guards)),
             "`auto`: a decision on symbolic sizes becomes a guard; "
             "`never`: decide on the first sizes",
             in_code=True,
@@ -116,24 +87,57 @@ class Options:
     batch_invariant: bool = field(
         default=False,
         metadata=_about(
-            _boolean,
+            boolean,
             "`1`: a rewritten attention gives a branch the same bits however many branches stand "
             "beside it, on a GPU only (on a CPU it promises nothing and warns); also Inductor's "
             "option of that name, where torch has it",
             in_code=True,
         ),
     )
+    recompute_ratio: Fraction = field(
+        default=Fraction("0.15"),
+        metadata=_about(
+            values.ratio,
+            "share of the cached tokens that is computed again, rounded up to a token; `0`: all "
+            "are reused, `1`: none",
+            in_code=True,
+        ),
+    )
+    check_layers: CheckLayers = field(
+        default=((1, None),),
+        metadata=_about(
+            values.check_layers,
+            "the layers where these tokens are chosen, computed in full up to the first; "
+            "`1:0.5,2:0.15` keeps fewer at each, and says so instead of `recompute_ratio`",
+            in_code=True,
+        ),
+    )
+    selector: Any = field(
+        default="v",
+        metadata=_about(
+            values.selector,
+            "how they are chosen: by the deviation of `v`, `k` or `kv`, chunk `heads`, at "
+            "`random`, by the question's `attention`; in code also a callable",
+            in_code=True,
+        ),
+    )
+    min_tokens: int = field(
+        default=256,
+        metadata=_about(
+            values.count, "with fewer cached tokens everything is computed", in_code=True
+        ),
+    )
     strict: bool = field(
         default=False,
-        metadata=_about(_boolean, "`1`: an error where nothing was rewritten or a pass failed"),
+        metadata=_about(boolean, "`1`: an error where nothing was rewritten or a pass failed"),
     )
     verify: bool = field(
         default=False,
-        metadata=_about(_boolean, "`1`: check the graph's invariants after every pass"),
+        metadata=_about(boolean, "`1`: check the graph's invariants after every pass"),
     )
     dump: Path | None = field(
         default=None,
-        metadata=_about(_folder, "folder for before and after graphs and the report"),
+        metadata=_about(folder, "folder for before and after graphs and the report"),
     )
 
     @classmethod
@@ -162,23 +166,35 @@ class Options:
         given = dict(options or {})
         mode = _one_mode(given.pop("mode", None), mode)
         ours = {f.name: f for f in dataclasses.fields(cls)}
-        values = _from_environment(ours)
+        chosen = _from_environment(ours)
         for name in [name for name in given if name in ours]:
-            values[name] = _parse(ours[name], f"option {name!r}", given.pop(name))
+            chosen[name] = _parse(ours[name], f"option {name!r}", given.pop(name))
         patches = _mode_patches(mode) | _inductor_patches(given, ours)
-        if values.get("batch_invariant"):
+        if chosen.get("batch_invariant"):
             patches |= _inductor_namesake("batch_invariant")
-        return cls(**values), patches
+        return cls(**chosen), patches
 
     def fingerprint(self) -> str:
         """Stable text of every option that can change generated code, for cache keys.
 
         Example:
-            >>> Options(decide="never").fingerprint()
-            "passes=('cascade',);decide='never';guards='auto';batch_invariant=False"
+            >>> Options(decide="never").fingerprint()  # doctest: +ELLIPSIS
+            "passes=('cascade', 'blend');decide='never';guards='auto';batch_invariant=False;..."
+
+        Of a selector that is no name only the name is in it; see `Pipeline.uuid`.
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata["in_code"]]
-        return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields)
+        return ";".join(f"{f.name}={_told(getattr(self, f.name))}" for f in fields)
+
+    def stages(self) -> tuple[tuple[int, Fraction], ...]:
+        """(layer, ratio) where tokens are chosen, in order; ((-1, 0),) for full reuse.
+
+        Example:
+            >>> Options(recompute_ratio=Fraction(0)).stages()
+            ((-1, Fraction(0, 1)),)
+        """
+        ratios = [(c, self.recompute_ratio if r is None else r) for c, r in self.check_layers]
+        return tuple(ratios) if ratios[0][1] else ((-1, Fraction(0)),)
 
 
 def written(options: Options) -> dict[str, str]:
@@ -189,7 +205,7 @@ def written(options: Options) -> dict[str, str]:
         'none'
     """
     fields = dataclasses.fields(options)
-    return {f.name: _written(getattr(options, f.name)) for f in fields}
+    return {f.name: values.written(getattr(options, f.name)) for f in fields}
 
 
 def settings() -> tuple[Setting, ...]:
@@ -200,17 +216,13 @@ def settings() -> tuple[Setting, ...]:
         'TORCH_CASCADE_DISABLE'
     """
     return tuple(
-        Setting(f.name, _variable(f.name), _written(f.default), f.metadata["meaning"])
+        Setting(f.name, _variable(f.name), values.written(f.default), f.metadata["meaning"])
         for f in dataclasses.fields(Options)
     )
 
 
-def _written(value: object) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    if isinstance(value, tuple):
-        return ",".join(value) or "none"
-    return str(value or "")
+def _told(value: object) -> str:
+    return values.written(value) if callable(value) else repr(value)
 
 
 def _variable(name: str) -> str:
@@ -227,14 +239,14 @@ def _parse(option: dataclasses.Field[Any], origin: str, value: object) -> object
 def _from_environment(ours: Mapping[str, dataclasses.Field[Any]]) -> dict[str, Any]:
     """Values of the variables that are set; an empty one counts as unset."""
     names = {_variable(name): name for name in ours}
-    values = {}
+    found = {}
     for variable, text in os.environ.items():
         if not variable.startswith(PREFIX) or not text:
             continue
         if variable not in names:
             raise ValueError(f"unknown variable {variable}{_suggest(variable, names)}")
-        values[names[variable]] = _parse(ours[names[variable]], f"variable {variable}", text)
-    return values
+        found[names[variable]] = _parse(ours[names[variable]], f"variable {variable}", text)
+    return found
 
 
 def _suggest(name: str, valid: Iterable[str], more: Iterable[str] = ()) -> str:

@@ -15,9 +15,10 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_cascade.compiler.graph import Sizes, show
-from torch_cascade.compiler.options import Options
+from torch_cascade.compiler.options import KNOWN_PASSES, Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import Compilation
+from torch_cascade.passes.blend import BlendPass
 from torch_cascade.passes.bodies import body_records, is_body
 from torch_cascade.passes.cascade import CascadePass
 from torch_cascade.passes.cleanup import CleanupPass
@@ -36,7 +37,8 @@ Watch = Callable[[str, fx.Graph], None]
 
 def passes_of(options: Options, graph: fx.Graph) -> tuple[Pass, ...]:
     """The passes to run on a graph, in order."""
-    chosen = (CascadePass(),) if "cascade" in options.passes else ()
+    known: dict[str, Pass] = {"cascade": CascadePass(), "blend": BlendPass()}
+    chosen = (known[name] for name in KNOWN_PASSES if name in options.passes)
     return (*chosen, LowerPass(), CleanupPass(since=frozenset(graph.nodes)))
 
 
@@ -81,11 +83,13 @@ class Pipeline(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> Any:
-        """Hash of this package's sources and the options, chained with the user's passes'.
+        """Hash of this package's sources and the options, chained with those of the user's passes.
 
-        None (the compilation is not cached) where a user's pass has none.
+        None (the compilation is not cached) where a user's pass or selector has none.
         """
-        theirs = [getattr(user_pass, "uuid", lambda: None)() for user_pass in self.users]
+        selector = self.options.selector
+        others = self.users if isinstance(selector, str) else (*self.users, selector)
+        theirs = [getattr(other, "uuid", lambda: None)() for other in others]
         if None in theirs:
             return None
         return hashlib.sha256(
@@ -97,7 +101,7 @@ class Pipeline(CustomGraphPass):
         each.apply(graph, context)
         self.record.seconds[each.name] = time.perf_counter() - begin
         logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
-        if each.name == "cascade":
+        if each.name in KNOWN_PASSES:
             self.record.after = show(graph, renamed=False)
         if self.options.verify:
             check_graph(graph, after=each.name)

@@ -69,13 +69,63 @@ class SiteRecord:
         return self.declined is None
 
 
+@dataclass(frozen=True)
+class StageRecord:
+    """Where tokens were chosen, for people.
+
+    Attributes:
+        layer: the check layer; -1 before all.
+        ratio: share of the cached tokens that is recomputed from there on, such as "0.15".
+        rows: how many tokens that are, fresh ones included, as an expression of the sizes.
+        now: the number in the call being compiled (None where it has none).
+    """
+
+    layer: int
+    ratio: str
+    rows: str
+    now: int | None = None
+
+
+@dataclass(frozen=True)
+class BlendRecord:
+    """The marked layers of a prefill: which reuse cached keys and values, or why none does.
+
+    Attributes:
+        where: the user's source line of the first marker ("" if unknown).
+        node: the first marker, or the node a decline is about.
+        layers: for each marked layer "computed" (all tokens), "checked" (all keys and values, of
+            which the rows are chosen) or "reused"; all are "computed" if it was declined.
+        tokens, fresh: sizes of the prompt and of its part without a cached copy.
+        selector: how rows are chosen.
+        stages: where.
+        decision: whether it pays (None if a decline came first).
+        declined: why nothing is reused; None if it is.
+    """
+
+    where: str
+    node: str
+    layers: tuple[str, ...] = ()
+    tokens: str = ""
+    fresh: str = ""
+    selector: str = ""
+    stages: tuple[StageRecord, ...] = ()
+    decision: Decision | None = None
+    declined: Declined | None = None
+
+    @property
+    def reused(self) -> int:
+        """Number of layers that are not computed for all tokens."""
+        return sum(layer != "computed" for layer in self.layers)
+
+
 @dataclass
 class Compilation:
     """The record of one compiled graph.
 
     Attributes:
         sites: every attention seen, in graph order; those declined at capture first.
-        before, after: the functional graph around the cascade pass, as `compiler.graph.show` prints
+        blend: what became of cached keys and values; None for a graph without `reuse_kv`.
+        before, after: the functional graph around our rewrites, as `compiler.graph.show` prints
             it, with the names torch's own logs have ("" if the passes did not run).
         seconds: time of each pass.
         total_seconds: time of the whole compilation, passes included (0 until it ended).
@@ -86,6 +136,7 @@ class Compilation:
     """
 
     sites: list[SiteRecord] = field(default_factory=list)
+    blend: BlendRecord | None = None
     before: str = ""
     after: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -99,6 +150,13 @@ class Compilation:
     def rewritten(self) -> int:
         """Number of sites that were rewritten."""
         return sum(site.rewritten for site in self.sites)
+
+    @property
+    def idle(self) -> bool:
+        """True iff nothing was rewritten, or a reuse that was asked for was declined."""
+        if self.blend is not None:
+            return self.blend.declined is not None
+        return not self.rewritten
 
     def add(self, found: Sequence[SiteRecord]) -> None:
         """Append what a pass found, each attention once.
@@ -122,6 +180,7 @@ class Compilation:
     def restart(self) -> None:
         """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""
         self.sites = [s for s in self.sites if not s.form]
+        self.blend = None
         self.before = self.after = ""
         self.seconds = {k: s for k, s in self.seconds.items() if k == "capture"}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 class Reason(enum.Enum):
-    """Why an attention was not rewritten. The value is a stable identifier for tools."""
+    """Why an attention or a reuse was not rewritten. The value is a stable identifier for tools."""
 
     # Capture: the call is not raised to `cascade::sdpa`.
     REQUIRES_GRAD = "requires-grad"
@@ -38,8 +38,13 @@ class Reason(enum.Enum):
     # Analysis: token rows.
     NO_TOKEN_RULE = "no-token-rule"
     TOKENS_MIXED = "tokens-mixed"
+    ALL_TOKENS = "all-tokens"
+    CHECK_LAYER = "check-layer"
+    REUSE_MISMATCH = "reuse-mismatch"
+    NO_CHUNKS = "no-chunks"
     # Decision.
     NOT_PROFITABLE = "not-profitable"
+    MIN_TOKENS = "min-tokens"
     NEVER = "decide-never"
     # Lowering.
     NO_KERNEL = "no-kernel"
@@ -141,9 +146,27 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Below the check layer an op mixes tokens, so some of them cannot be computed alone.",
         "Outside of attention, keep tokens apart; of logits ask for the last tokens only.",
     ),
+    Reason.ALL_TOKENS: Explanation(
+        "Results are asked for tokens that a blend does not compute. This is an error.",
+        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`.",
+    ),
+    Reason.CHECK_LAYER: Explanation(
+        "The graph has no such layer as `check_layers` names.",
+        "Name layers from 0, fewer than the model has; a graph break begins to count anew.",
+    ),
+    Reason.REUSE_MISMATCH: Explanation(
+        "The layers do not agree on the tokens that are cached.",
+        "Give `reuse_kv` the same `fresh_rows` and `chunks` in all layers, and keys of one length.",
+    ),
+    Reason.NO_CHUNKS: Explanation(
+        "The selector has to know the chunks.", "Give `reuse_kv` its argument `chunks`."
+    ),
     Reason.NOT_PROFITABLE: Explanation(
         "The cost model says that the rewrite reads no less memory at these sizes.",
         "`decide=always` rewrites all the same.",
+    ),
+    Reason.MIN_TOKENS: Explanation(
+        "Fewer tokens are cached than `min_tokens` says.", "Lower `min_tokens`."
     ),
     Reason.NEVER: Explanation("`decide=never` was asked for: analysis only."),
     Reason.NO_KERNEL: Explanation("No kernel for this device computes the rewritten attention."),

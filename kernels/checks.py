@@ -137,7 +137,12 @@ def check_merge(o: Sequence[Tensor], lse: Sequence[Tensor], *, sinks: Tensor | N
 
 
 def check_reuse_kv(
-    k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor, fresh_rows: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cached: Tensor,
+    v_cached: Tensor,
+    fresh_rows: Tensor,
+    chunks: Tensor | None = None,
 ) -> None:
     """Arguments of `cascade::reuse_kv`.
 
@@ -153,10 +158,18 @@ def check_reuse_kv(
             _size(op, name, tensor, dim, k.size(dim), f"k.size({dim})")
     _size(op, "k_cached", k_cached, 3, k.size(3), "k.size(3)")
     _size(op, "v_cached", v_cached, 3, v.size(3), "v.size(3)")
-    _rank(op, "fresh_rows", fresh_rows, 2)
-    _dtype(op, "fresh_rows", fresh_rows, (torch.int64,))
-    _device(op, "fresh_rows", fresh_rows, "k", k)
-    _size(op, "fresh_rows", fresh_rows, 0, k.size(0), "k.size(0)")
+    for name, rows in (("fresh_rows", fresh_rows), ("chunks", chunks)):
+        if rows is None:
+            continue
+        _rank(op, name, rows, 2)
+        _dtype(op, name, rows, (torch.int64,))
+        _device(op, name, rows, "k", k)
+        _size(op, name, rows, 0, k.size(0), "k.size(0)")
+    if _known(fresh_rows.size(1) < 1) or _known(fresh_rows.size(1) > k.size(2)):
+        expected = f"1 to k.size(2) = {k.size(2)} tokens a row (the last is always among them)"
+        raise _error(op, "fresh_rows", expected, _shape(fresh_rows))
+    if chunks is not None:
+        _size(op, "chunks", chunks, 1, k.size(2), "k.size(2)")
 
 
 def check_no_grad(op: str, tensors: Sequence[Tensor]) -> None:

@@ -237,20 +237,33 @@ def merge(
 
 
 def reuse_kv(
-    k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor, fresh_rows: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cached: Tensor,
+    v_cached: Tensor,
+    fresh_rows: Tensor,
+    chunks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Marks a layer whose cached keys and values may stand in for the freshly computed ones.
 
-    The value is always the fresh k and v (full recomputation: exact). A pass may replace the op by
-    cached rows with the rows that deviate most recomputed (CacheBlend, arXiv 2405.16444).
+    To be called in each attention layer of a prefill, between the rotation of the keys and the
+    attention, which reads what it returns. Its value is the fresh k and v, unchanged: in eager mode
+    and with any other backend everything is recomputed, which is exact. Compiled with
+    `backend="cascade"`, the pass `blend` recomputes, below a check layer, only the tokens that need
+    it most, and takes the cached keys and values of the others.
 
     Args:
-        k: fresh keys [N, Hkv, L, Dk], rotated for their positions.
+        k: fresh keys [N, Hkv, L, Dk], rotated for their positions 0 to L - 1.
         v: fresh values [N, Hkv, L, Dv], dtype of k.
-        k_cached: cached keys at the same positions, shape and dtype of k; the rows that fresh_rows
-            names are not read.
+        k_cached: cached keys, rotated for the same positions, shape and dtype of k. The rows that
+            fresh_rows names may hold anything finite.
         v_cached: cached values, shape and dtype of v; likewise.
-        fresh_rows: int64 [N, F], the tokens that have no cached copy.
+        fresh_rows: int64 [N, F], 1 <= F <= L, the tokens that have no cached copy, distinct in each
+            batch row and the last token among them. A batch row that has fewer is filled up with
+            padding tokens, or with cached ones. The same tensor for all layers.
+        chunks: int64 [N, L], for each token the number of the cached chunk it is from, -1 where it
+            is from none; for selectors that look at chunks, and to keep padding from being
+            recomputed. The same tensor for all layers.
 
     Returns:
         Copies of k and v, contiguous.
@@ -260,13 +273,42 @@ def reuse_kv(
         ValueError: a rank, size or device does.
         RuntimeError: an input requires grad while autograd is recording.
 
+    Source:
+        CacheBlend (arXiv 2405.16444), section 4.
+
     Example:
-        >>> k, v = torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16)
-        >>> fused, _ = reuse_kv(k, v, k + 1, v + 1, torch.tensor([[4]]))
-        >>> torch.equal(fused, k)
-        True
+        A layer of a model that is not from transformers; positions are learned, so cached keys need
+        no rotation. Here the cache is as good as the fresh ones, so both calls agree:
+
+        >>> import torch_cascade
+        >>> class Layer(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.qkv, self.out = torch.nn.Linear(32, 96), torch.nn.Linear(32, 32)
+        ...     def forward(self, x, cached, fresh):
+        ...         heads = self.qkv(x).view(*x.shape[:2], 3, 2, 16).permute(2, 0, 3, 1, 4)
+        ...         q, k, v = heads.unbind(0)
+        ...         if cached is not None:
+        ...             k, v = torch_cascade.reuse_kv(k, v, *cached, fresh)
+        ...         o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ...         return x + self.out(o.transpose(1, 2).flatten(2)), (k, v)
+        >>> layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        >>> def prefill(x, caches, fresh):
+        ...     kept = []
+        ...     for layer, cached in zip(layers, caches):
+        ...         x, pair = layer(x, cached, fresh)
+        ...         kept.append(pair)
+        ...     return x[:, -1:], kept
+        >>> with torch.no_grad():
+        ...     x, fresh = torch.randn(1, 12, 32), torch.tensor([[10, 11]])
+        ...     full, caches = prefill(x, [None] * 3, fresh)
+        ...     options = {"min_tokens": 4}
+        ...     fn = torch.compile(prefill, backend="cascade", options=options)  # doctest: +SKIP
+        ...     report = torch_cascade.explain(prefill, x, caches, fresh)
+        >>> len(report.compilations[0].blend.layers)
+        3
     """
     return cast(
         "tuple[Tensor, Tensor]",
-        torch.ops.cascade.reuse_kv(k, v, k_cached, v_cached, fresh_rows),
+        torch.ops.cascade.reuse_kv(k, v, k_cached, v_cached, fresh_rows, chunks),
     )

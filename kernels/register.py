@@ -30,8 +30,8 @@ SCHEMAS = {
     "float? softcap=None, Tensor? kv_lens=None, Tensor? page_table=None, Tensor? k_scale=None, "
     "Tensor? v_scale=None, Tensor? alibi_slopes=None) -> (Tensor o, Tensor lse)",
     "merge": "(Tensor[] o, Tensor[] lse, *, Tensor? sinks=None) -> (Tensor o, Tensor lse)",
-    "reuse_kv": "(Tensor k, Tensor v, Tensor k_cached, Tensor v_cached, Tensor fresh_rows) -> "
-    "(Tensor k, Tensor v)",
+    "reuse_kv": "(Tensor k, Tensor v, Tensor k_cached, Tensor v_cached, Tensor fresh_rows, "
+    "Tensor? chunks=None) -> (Tensor k, Tensor v)",
 }
 
 
@@ -80,9 +80,14 @@ def _merge_fake(
 
 
 def _reuse_kv(
-    k: Tensor, v: Tensor, k_cached: Tensor, v_cached: Tensor, fresh_rows: Tensor
+    k: Tensor,
+    v: Tensor,
+    k_cached: Tensor,
+    v_cached: Tensor,
+    fresh_rows: Tensor,
+    chunks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    check_reuse_kv(k, v, k_cached, v_cached, fresh_rows)
+    check_reuse_kv(k, v, k_cached, v_cached, fresh_rows, chunks)
     layout = torch.contiguous_format
     return k.clone(memory_format=layout), v.clone(memory_format=layout)
 

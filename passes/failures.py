@@ -27,10 +27,12 @@ class Failures:
 
     Attributes:
         strict: raise them.
+        users: exceptions that are the user's to know; raised in any case.
         raised: where, in the user's words, and what.
     """
 
     strict: bool = True
+    users: type[Exception] | tuple[()] = ()
     raised: list[tuple[str, Exception]] = field(default_factory=list)
 
     def guarded(self, node: fx.Node | None, step: Callable[..., T], *args: Any) -> T | Declined:
@@ -44,7 +46,7 @@ class Failures:
         try:
             return step(*args)
         except Exception as error:
-            if self.strict:
+            if self.strict or isinstance(error, self.users):
                 raise
             return self._declined(node, error)
 

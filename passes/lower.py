@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from torch_cascade.compiler.graph import Emitter, tensor, value
+from torch_cascade.compiler.graph import Emitter, Sizes, size_expr, tensor, value
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import source_line
 from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
@@ -40,13 +40,6 @@ logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 ops = torch.ops.cascade
-
-
-def _fresh(
-    k: torch.Tensor, v: torch.Tensor, *cached: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reuse_kv` that no pass used: the fresh K and V."""
-    return k, v
 
 
 @dataclass(frozen=True)
@@ -71,7 +64,6 @@ def target_of(device_type: str, *, batch_invariant: bool = False) -> Target:
         ops.sdpa.default: sdpa_torch,
         ops.attend.default: attend,
         ops.merge.default: merge_torch,
-        ops.reuse_kv.default: _fresh,
     }
     if device_type != "cuda":
         return Target(functions)
@@ -109,7 +101,10 @@ class LowerPass(Pass):
         inside = {attend for fusion in fused.values() for attend in fusion.attends}
         for node in found:
             target = targets[device_type(node)]
-            if node in fused:
+            if node.target is ops.reuse_kv.default:
+                _replace(node, [_dense(node, n, context.sizes) for n in (0, 1)])
+                graph.erase_node(node)
+            elif node in fused:
                 _inline_fused(inliner, fused[node], target)
             elif node not in inside:
                 call = Call(target.functions[node.target], node.args, node.kwargs)
@@ -124,6 +119,17 @@ def device_type(node: fx.Node) -> str:
     """The kind of device a cascade op computes on."""
     first = node.args[0]
     return tensor(first if isinstance(first, fx.Node) else first[0]).device.type  # type: ignore
+
+
+def _dense(marker: fx.Node, which: int, sizes: Sizes) -> fx.Node:
+    """The fresh k or v of a `reuse_kv`, copied only if it lies otherwise than the result."""
+    fresh, result = marker.args[which], value(marker)[which]
+    assert isinstance(fresh, fx.Node)
+    pairs = zip(tensor(fresh).stride(), result.stride(), strict=True)
+    if all(sizes.equal(size_expr(have), size_expr(want)) for have, want in pairs):
+        return fresh
+    layout = torch.contiguous_format
+    return Emitter(marker).call(aten.clone.default, fresh, memory_format=layout)
 
 
 def _warn_of_variance(targets: Mapping[str, Target], asked: bool) -> None:

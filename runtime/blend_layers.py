@@ -1,4 +1,4 @@
-"""One layer of a `BlendCache`: cached keys and values beside the prompt's own, then a growing cache.
+"""One layer of a `BlendCache`: cached keys and values beside the prompt's own, then these grow.
 
 Shapes by axis names: N rows, H key/value heads, L tokens of the prompt, D features, F fresh tokens.
 """
@@ -89,7 +89,9 @@ class BlendLayer(DynamicLayer):
             kept: KeyValue = super().update(key_states, value_states)
             return kept
         keys, values, reuse = self._for_rows(key_states.shape[0])
-        self.keys, self.values = reuse_kv(key_states, value_states, keys, values, reuse.fresh_rows)
+        self.keys, self.values = reuse_kv(
+            key_states, value_states, keys, values, reuse.fresh_rows, chunks=reuse.chunks
+        )
         self.device = key_states.device
         self.is_initialized = True
         self._release()

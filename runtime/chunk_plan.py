@@ -60,7 +60,7 @@ class Plan:
         return numbers
 
     def fresh_rows(self) -> Tensor:
-        """Int64 [N, F], ascending: the tokens without a cached copy.
+        """Int64 [N, F], ascending: the tokens without a cached copy, and the last place of a row.
 
         A row with fewer than others is filled up with padding, from its end, then with its last
         cached tokens.
@@ -69,6 +69,7 @@ class Plan:
         padding = self.layout.mask() == 0
         # Fresh tokens first, then padding, then cached ones; within each the last ones first.
         rank = torch.where(cached, 2, torch.where(padding, 1, 0))
+        rank[:, -1] = 0  # also where it is padding: a compiled forward's logits end there
         places = torch.arange(self.layout.length)
         order = (rank * self.layout.length - places).argsort(dim=1)
         count = int((rank == 0).sum(1).max())

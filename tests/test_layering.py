@@ -13,6 +13,7 @@ LEAVES = {
     f"compiler.{name}"
     for name in (
         "options",
+        "option_values",
         "report",
         "record",
         "cost",
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "leaf": {"leaf"},
     "passes": {"kernels", "runtime", "leaf", "passes"},
     "compiler": {"kernels", "runtime", "leaf", "passes", "compiler"},
-    "root": {"runtime", "leaf", "compiler"},
+    "root": {"kernels", "runtime", "leaf", "compiler"},
     "demo": {"kernels", "runtime", "leaf", "passes", "compiler", "root", "demo"},
     "main": {"demo"},
 }

@@ -105,7 +105,9 @@ def test_opcheck_merge(layout, parts):
 @layouts
 def test_opcheck_reuse_kv(layout):
     k, v, fresh = layout(2, 3, 7, 16), layout(2, 3, 7, 24), torch.tensor([[1, 2], [0, 6]])
-    checked(cascade.reuse_kv.default, (k, v, dense(2, 3, 7, 16), dense(2, 3, 7, 24), fresh))
+    args = (k, v, dense(2, 3, 7, 16), dense(2, 3, 7, 24), fresh)
+    checked(cascade.reuse_kv.default, args)
+    checked(cascade.reuse_kv.default, (*args, torch.zeros(2, 7, dtype=torch.int64)))
 
 
 # --- sdpa is torch's function ---------------------------------------------------------------------
@@ -388,6 +390,11 @@ WRONG_REUSE = {
     "fresh_rows: expected torch.int64, got torch.int32": (KV, KV, KV, KV, FRESH.int()),
     "fresh_rows: expected size(0) == k.size(0) = 2": (KV, KV, KV, KV, FRESH[:1]),
     "fresh_rows: expected 2 dims, got 1": (KV, KV, KV, KV, FRESH[0]),
+    "fresh_rows: expected 1 to k.size(2) = 7 tokens a row": (KV, KV, KV, KV, FRESH[:, :0]),
+    "fresh_rows: expected 1 to k.size(2) = 7 tokens a row (": (KV, KV, KV, KV, FRESH.repeat(1, 2)),
+    "chunks: expected torch.int64, got torch.float32": (KV, KV, KV, KV, FRESH, KV[:, 0, :, 0]),
+    "chunks: expected 2 dims, got 1": (KV, KV, KV, KV, FRESH, FRESH[0]),
+    "chunks: expected size(1) == k.size(2) = 7": (KV, KV, KV, KV, FRESH, FRESH),
 }
 
 

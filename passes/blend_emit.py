@@ -1,0 +1,131 @@
+"""Writes a blend into the graph: scores, rows, what is made of them; undone if that raises."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+from torch._guards import tracing
+
+from torch_cascade.compiler.graph import Emitter, Sizes, fake_mode, value
+from torch_cascade.passes.blend_plan import BlendPlan, Stage
+from torch_cascade.passes.blend_site import ReuseSite
+from torch_cascade.passes.inline import Call, Inliner
+from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
+from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
+from torch_cascade.runtime.selection import Layer, Selector, choose_rows
+
+
+def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Sizes) -> None:
+    """Rewrite the graph, or leave it as it was and raise."""
+    with _undone_on_error(graph) as kept:
+        made: MadeRows | None = None
+        inliner = Inliner(graph, sizes)
+        before: Stage | None = None
+        for stage in plan.stages:
+            layer = _layer(plan.site, stage, before, made)
+            function = _Choice(selector if stage.ratio else None)
+            index, places = _chosen(inliner, plan, stage, layer, function)
+            narrowed = None if made is None else Narrowed(made, places)
+            made, before = apply_rows(stage.plan, index, narrowed=narrowed), stage
+        assert made is not None
+        written = [found.of_rows(made.of(*found.demand)) for found in plan.exits.tokens]
+        for found, node in zip(plan.exits.tokens, written, strict=True):
+            found.node.replace_all_uses_with(node)
+        _revalue(graph, written)
+        _check(graph, plan, kept)
+    graph.eliminate_dead_code()
+
+
+def _revalue(graph: fx.Graph, changed: Sequence[fx.Node]) -> None:
+    """Values of all that is computed from some nodes: few rows lie closer than many."""
+    stale, mode = set(changed), fake_mode(graph)
+    for node in graph.nodes:
+        if node.op != "call_function" or not any(n in stale for n in node.all_input_nodes):
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        with tracing(None), mode:
+            node.meta["val"] = node.target(*args, **kwargs)
+        stale.add(node)
+
+
+def _check(graph: fx.Graph, plan: BlendPlan, kept: Collection[fx.Node]) -> None:
+    """Nothing that is alive may compute all tokens from the check layer's attention on."""
+    alive = ancestors(node for node in graph.nodes if node.op == "output" or node.is_impure())
+    of_rows: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node not in kept or any(source in of_rows for source in node.all_input_nodes):
+            of_rows.add(node)
+        elif node in alive and node in plan.frontier.below and node.target in CONTRACTIONS:
+            raise AssertionError(f"{node.name} still computes all tokens below the check layer")
+
+
+def _layer(
+    site: ReuseSite, stage: Stage, before: Stage | None, made: MadeRows | None
+) -> tuple[Any, ...]:
+    """What the rows of a stage are chosen by: keys, values, and which tokens these are."""
+    marker = stage.marker or site.markers[0]
+    k, v, k_cached, v_cached, *_ = marker.args
+    if stage.marker is None:
+        k, v = k_cached, v_cached  # for their sizes: nothing is computed of them
+    elif before is not None and made is not None:
+        k, v = (made.rows[demand] for demand in before.plan.barriers[stage.marker])
+    kept = None if made is None else made.index
+    return k, v, k_cached, v_cached, site.fresh_rows, site.chunks, kept
+
+
+def _chosen(
+    inliner: Inliner, plan: BlendPlan, stage: Stage, layer: tuple[Any, ...], function: _Choice
+) -> tuple[fx.Node, fx.Node]:
+    """The rows of a stage, and their places among those of the one before."""
+    anchor = stage.marker or plan.site.markers[0]
+    emit = Emitter(anchor)
+    counts = emit.size(stage.count), emit.size(plan.exits.last)
+    index, places = inliner.inline(Call(function, (*layer, *counts)), anchor)
+    return index, places
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What is traced into the graph."""
+
+    selector: Selector | None
+
+    def __call__(
+        self,
+        k: Tensor,
+        v: Tensor,
+        k_cached: Tensor,
+        v_cached: Tensor,
+        fresh_rows: Tensor,
+        chunks: Tensor | None,
+        kept: Tensor | None,
+        count: Any,
+        exits: Any,
+    ) -> tuple[Tensor, Tensor]:
+        layer = Layer(k, v, k_cached, v_cached, fresh_rows, chunks, kept)
+        return choose_rows(layer, count, exits, self.selector, _no_attention)
+
+
+def _no_attention() -> Tensor:
+    raise NotImplementedError
+
+
+@contextmanager
+def _undone_on_error(graph: fx.Graph) -> Iterator[Collection[fx.Node]]:
+    """Give every node its arguments back and erase the new ones if the block raises."""
+    kept = {node: (node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
+    try:
+        yield kept
+    except BaseException:
+        for node, (args, kwargs, held) in kept.items():
+            node.args, node.kwargs = args, kwargs
+            if "val" in node.meta:
+                node.meta["val"] = held
+        for node in reversed(list(graph.nodes)):
+            if node not in kept:
+                graph.erase_node(node)
+        raise

@@ -1,0 +1,121 @@
+"""Plans a blend: at which layers rows are chosen, and how all that follows is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import fx
+from torch.utils._sympy.functions import FloorDiv, Max, Min
+
+from torch_cascade.compiler.graph import Size, Sizes, size_expr
+from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.blend_exits import Exits, find_exits
+from torch_cascade.passes.blend_site import ReuseSite
+from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
+from torch_cascade.passes.token_frontier import Frontier
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From one check layer to the next, or to the end.
+
+    Attributes:
+        layer: number of the check layer; -1 before all.
+        ratio: share of the cached tokens that is kept there.
+        marker: of the check layer; None before all.
+        count: K, the rows that are computed from here on.
+        plan: how.
+    """
+
+    layer: int
+    ratio: Fraction
+    marker: fx.Node | None
+    count: Size
+    plan: RowPlan
+
+
+@dataclass(frozen=True)
+class BlendPlan:
+    """A blend of one graph; nothing is edited yet.
+
+    Attributes:
+        site: the marked layers.
+        frontier: what is computed in full: all up to the first check layer.
+        exits: what leaves the graph.
+        stages: in order.
+    """
+
+    site: ReuseSite
+    frontier: Frontier
+    exits: Exits
+    stages: tuple[Stage, ...]
+
+
+def plan_blend(
+    graph: fx.Graph,
+    site: ReuseSite,
+    stages: Sequence[tuple[int, Fraction]],
+    sizes: Sizes,
+) -> BlendPlan | Declined:
+    """Plan all stages, or say why that is not possible.
+
+    Args:
+        graph: functional ATen with `meta["val"]`; it is only read.
+        site: its marked layers.
+        stages: (layer, ratio) as `Options.stages` gives them.
+        sizes: facts about the sizes.
+    """
+    markers = _checks(site, stages)
+    if isinstance(markers, Declined):
+        return markers
+    frontier = Frontier.of(graph, markers[0])
+    exits = find_exits(graph, site, frontier, sizes)
+    if isinstance(exits, Declined):
+        return exits
+    planned: list[Stage] = []
+    earlier: set[Demand] = set()
+    for place, (layer, ratio) in enumerate(stages):
+        last = place == len(stages) - 1
+        wanted = exits.markers if last else (markers[place + 1],)
+        plan = plan_rows(
+            graph,
+            frontier,
+            tokens=site.tokens,
+            batch=site.each,
+            rows=[found.demand for found in exits.tokens] if last else (),
+            whole=[user for marker in wanted if marker for user in marker.users],
+            earlier=earlier,
+            sizes=sizes,
+        )
+        if isinstance(plan, Declined):
+            return plan
+        earlier = {step.demand for step in plan.steps}
+        count = row_count(site, ratio, exits.last)
+        planned.append(Stage(layer, ratio, markers[place], count, plan))
+    return BlendPlan(site, frontier, exits, tuple(planned))
+
+
+def _checks(
+    site: ReuseSite, stages: Sequence[tuple[int, Fraction]]
+) -> list[fx.Node | None] | Declined:
+    layers = len(site.markers)
+    for layer, _ in stages:
+        if layer >= layers:
+            detail = f"check layer {layer}, but the graph has layers 0 to {layers - 1}"
+            return Declined(Reason.CHECK_LAYER, site.markers[-1].name, detail)
+    return [None if layer < 0 else site.markers[layer] for layer, _ in stages]
+
+
+def row_count(site: ReuseSite, ratio: Fraction, exits: Size) -> Size:
+    """K: all fresh tokens and the ratio of the cached ones, rounded up to one.
+
+    The last token is fresh. Where more than the last is asked for, none but the last may be: so
+    many rows are taken at least.
+    """
+    ratio_of = ratio.numerator * site.cached + (ratio.denominator - 1)
+    chosen = size_expr(FloorDiv(ratio_of, ratio.denominator))
+    if exits != 1:
+        chosen = Min(site.cached, Max(chosen, exits - 1))
+    return site.fresh + chosen
