@@ -82,13 +82,17 @@ class BlendLayer(DynamicLayer):
         if self.cached is None or self.reuse is None:
             grown: KeyValue = super().update(key_states, value_states)
             return grown
-        self._check(key_states, self.cached, self.reuse)
+        self._check((key_states, value_states), self.cached, self.reuse)
         if not torch.compiler.is_compiling():
             # The marker's meaning: the prompt is computed in full.
             self._release()
             kept: KeyValue = super().update(key_states, value_states)
             return kept
         keys, values, reuse = self._for_rows(key_states.shape[0])
+        # Under autocast the rotation makes keys float32, and values stay what they are.
+        wide = torch.promote_types(key_states.dtype, value_states.dtype)
+        key_states, value_states = key_states.to(wide), value_states.to(wide)
+        keys, values = keys.to(wide), values.to(wide)
         self.keys, self.values = reuse_kv(
             key_states, value_states, keys, values, reuse.fresh_rows, chunks=reuse.chunks
         )
@@ -151,14 +155,15 @@ class BlendLayer(DynamicLayer):
             return keys, values
         return rotate_keys(keys, self.reuse.turns[self.rotary], self.where), values
 
-    def _check(self, fresh: Tensor, cached: KeyValue | Pending, reuse: Reuse) -> None:
-        dtype = cached.dtype if isinstance(cached, Pending) else cached[0].dtype
+    def _check(self, states: KeyValue, cached: KeyValue | Pending, reuse: Reuse) -> None:
+        fresh, likes = states[0], cached.like if isinstance(cached, Pending) else cached
         rows, tokens = reuse.chunks.shape
-        if fresh.dtype != dtype:
-            raise TypeError(
-                f"the chunks were cached in {dtype} and this forward computes keys in "
-                f"{fresh.dtype}: add chunks under the same autocast, from the same weights"
-            )
+        for name, computed, like in zip(("keys", "values"), states, likes, strict=True):
+            if computed.dtype != like.dtype:
+                raise TypeError(
+                    f"the chunks were cached with {name} of {like.dtype}, and this forward "
+                    f"computes {computed.dtype}: add and use chunks under the same autocast"
+                )
         if fresh.shape[2] != tokens:
             raise ValueError(
                 f"a blended prompt comes whole and at once: expected {tokens} tokens, got "

@@ -61,7 +61,9 @@ class Load:
         self._streaming = _Streaming(buffers[0][0].device)
         handle = register(self)
         self.pending = [
-            Pending(handle, k.new_empty(0), index, k.shape[1], k.shape[3], v.shape[3])
+            Pending(
+                handle, (k.new_empty(0), v.new_empty(0)), index, k.shape[1], k.shape[3], v.shape[3]
+            )
             for index, (k, v) in enumerate(buffers)
         ]
 

@@ -184,9 +184,11 @@ def empty_buffers(plan: Plan, layer: int, device: torch.device, *, zero: bool = 
         ValueError: chunks of different dtypes.
     """
     samples = [placed.chunk.like(layer) for row in plan.rows for placed in row]
-    dtypes = {states.dtype for pair in samples for states in pair}
+    dtypes = {(keys.dtype, values.dtype) for keys, values in samples}
     if len(dtypes) > 1:
-        raise ValueError(f"chunks were cached in different dtypes: {sorted(map(str, dtypes))}")
+        raise ValueError(
+            f"chunks were cached in different dtypes, under different autocast: {dtypes}"
+        )
     make = torch.zeros if zero else torch.empty
     rows, length = len(plan.rows), plan.layout.length
     keys, values = (

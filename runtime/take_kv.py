@@ -37,7 +37,7 @@ class Pending:
     Attributes:
         handle: int64 [] on the CPU, says who gives them. A tensor, so that compiled code takes it
             as an input and serves every prompt.
-        like: an empty tensor of their dtype, on their device.
+        like: empty tensors of the dtypes of keys and values, on their device.
         layer: the layer's index.
         heads: H.
         key_features: D.
@@ -45,16 +45,11 @@ class Pending:
     """
 
     handle: Tensor
-    like: Tensor
+    like: tuple[Tensor, Tensor]
     layer: int
     heads: int
     key_features: int
     value_features: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return self.like.dtype
 
     def take(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys [rows, H, tokens, D] and values [rows, H, tokens, Dv], once they are there.
@@ -63,7 +58,7 @@ class Pending:
             RuntimeError: taken before, or whoever has them is gone.
         """
         sizes = (self.layer, rows, self.heads, tokens, self.key_features, self.value_features)
-        pair = torch.ops.cascade_store.take_kv(self.handle, self.like, *sizes)
+        pair = torch.ops.cascade_store.take_kv(self.handle, *self.like, *sizes)
         return cast("tuple[Tensor, Tensor]", pair)
 
 
@@ -76,7 +71,8 @@ def register(giver: Giver) -> Tensor:
 
 def _take(
     handle: Tensor,
-    like: Tensor,
+    like_keys: Tensor,
+    like_values: Tensor,
     layer: int,
     rows: int,
     heads: int,
@@ -96,7 +92,8 @@ def _take(
 
 def _take_fake(
     handle: Tensor,
-    like: Tensor,
+    like_keys: Tensor,
+    like_values: Tensor,
     layer: int,
     rows: int,
     heads: int,
@@ -105,13 +102,14 @@ def _take_fake(
     value_features: int,
 ) -> tuple[Tensor, Tensor]:
     shape = (rows, heads, tokens)
-    return like.new_empty((*shape, key_features)), like.new_empty((*shape, value_features))
+    keys = like_keys.new_empty((*shape, key_features))
+    return keys, like_values.new_empty((*shape, value_features))
 
 
 _library: Any = cast("Callable[..., Any]", torch.library.Library)("cascade_store", "DEF")
 _library.define(
-    "take_kv(Tensor handle, Tensor like, int layer, SymInt rows, int heads, SymInt tokens, "
-    "int key_features, int value_features) -> (Tensor keys, Tensor values)",
+    "take_kv(Tensor handle, Tensor like_keys, Tensor like_values, int layer, SymInt rows, "
+    "int heads, SymInt tokens, int key_features, int value_features) -> (Tensor keys, Tensor values)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 _library.impl("take_kv", _take, "CompositeExplicitAutograd")
