@@ -42,8 +42,22 @@ class BlendCache(Cache):
     `SharedPrefixCache(cache, branches)`. The cached tensors are read only, and released by the
     prefill: a second prompt is blended anew.
 
-    Raises:
-        ValueError: no layers, or another number of them than of rotations.
+    Example:
+        >>> import torch
+        >>> from torch_cascade import ChunkStore, SharedPrefixCache
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
+        ...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> store = ChunkStore(model)
+        >>> name = store.add([5, 6, 7, 8])
+        >>> blended = store.blend([[9, 10], [5, 6, 7, 8], [11]])
+        >>> blended.past_key_values
+        BlendCache(layers=2, rows=1, tokens=7, fresh=3, not yet prefilled)
+        >>> with torch.no_grad():
+        ...     logits = model(**blended, logits_to_keep=1).logits
+        >>> SharedPrefixCache(blended.past_key_values, branches=3)
+        SharedPrefixCache(layers=2, requests=1, branches=3, prefix=7, max_suffix=None)
     """
 
     layers: list[BlendLayer]
@@ -63,6 +77,9 @@ class BlendCache(Cache):
                 will give them; None where no token is cached.
             reuse: the rest, the same for all layers; None with `cached`.
             loading: what gives them, held as long as the cache and told when nobody needs it.
+
+        Raises:
+            ValueError: no layers, or another number of them than of rotations.
         """
         if (cached is None) != (reuse is None):
             raise ValueError("cached and reuse come together, or neither does")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch_cascade.runtime.chunk_parts import Ids
+from torch_cascade.runtime.chunk_plan import Cached, Plan
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,29 @@ class BlendReport:
                 f"from {part.tier}{exact}"
             )
         return "\n".join([*lines, *(f"  refused: {reason}" for reason in self.refused)])
+
+
+def blend_report(
+    plan: Plan, found: Sequence[Sequence[tuple[Cached, str] | None]], refused: tuple[str, ...]
+) -> BlendReport:
+    """What a plan reuses of the chunks that were found, with the tiers they were found in."""
+    reused = {
+        (n, placed.span.start): placed.span.length
+        for n, row in enumerate(plan.rows)
+        for placed in row
+    }
+    parts = []
+    for n, (row, spans) in enumerate(zip(found, plan.layout.spans, strict=True)):
+        before: Ids = ()
+        for i, (hit, span) in enumerate(zip(row, spans, strict=True)):
+            count = reused.get((n, span.start), 0)
+            ids = plan.layout.rows[n][i]
+            cached, tier = hit if hit is not None and count else (None, "fresh")
+            share = 0 if cached is None else cached.nbytes * count // span.length
+            exact = cached is not None and cached.key.context == before
+            parts.append(PartReport(n, i, span.length, count, tier, share, exact))
+            before += ids
+    return BlendReport(tuple(parts), refused)
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,9 @@ from torch_cascade.runtime.chunk_bring import bring
 from torch_cascade.runtime.chunk_files import ChunkFolder
 from torch_cascade.runtime.chunk_parts import Ids, Layout, Part, lay_out, prompt_rows, token_ids
 from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
-from torch_cascade.runtime.chunk_report import BlendReport, PartReport, StoreReport, TierReport
+from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
 from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
-from torch_cascade.runtime.chunks import ChunkKey, capture
+from torch_cascade.runtime.chunks import ChunkKey, capture, check_ids
 from torch_cascade.runtime.fingerprint import fingerprint, versions
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import verify_rotation
@@ -162,14 +162,14 @@ class ChunkStore:
         """
         self._check_weights()
         layout = lay_out(prompt_rows(parts), padding_side)
-        self._warn_of_bos(layout)
+        self._check_ids(layout)
         already = len(self._shelf.refused)
         found = [[self._find(row, i) for i in range(len(row))] for row in layout.rows]
         refused = tuple(self._shelf.refused[already:])
         for reason in refused:
             warnings.warn(f"a chunk is computed anew: {reason}", stacklevel=2)
         plan = make_plan(layout, [[f and f[0] for f in row] for row in found])
-        return self._inputs(plan, _report(plan, found, refused))
+        return self._inputs(plan, blend_report(plan, found, refused))
 
     def report(self) -> StoreReport:
         """What is where, and how often it was found."""
@@ -220,13 +220,14 @@ class ChunkStore:
                 "does not fit them: make another ChunkStore (it may use the same folder)"
             )
 
-    def _warn_of_bos(self, layout: Layout) -> None:
+    def _check_ids(self, layout: Layout) -> None:
+        check_ids(self._model, (part for row in layout.rows for part in row))
         bos = self._model.config.get_text_config().bos_token_id
         inner = [
             (n, i)
             for n, row in enumerate(layout.rows)
             for i in range(1, len(row))
-            if row[i][0] == bos
+            if row[i][0] in (bos if isinstance(bos, list) else [bos])
         ]
         if inner:
             prompt, part = inner[0]
@@ -235,28 +236,6 @@ class ChunkStore:
                 f"{bos}: tokenize all parts but the first with add_special_tokens=False",
                 stacklevel=3,
             )
-
-
-def _report(
-    plan: Plan, found: Sequence[Sequence[tuple[Cached, str] | None]], refused: tuple[str, ...]
-) -> BlendReport:
-    reused = {
-        (n, placed.span.start): placed.span.length
-        for n, row in enumerate(plan.rows)
-        for placed in row
-    }
-    parts = []
-    for n, (row, spans) in enumerate(zip(found, plan.layout.spans, strict=True)):
-        before: Ids = ()
-        for i, (hit, span) in enumerate(zip(row, spans, strict=True)):
-            count = reused.get((n, span.start), 0)
-            ids = plan.layout.rows[n][i]
-            cached, tier = hit if hit is not None and count else (None, "fresh")
-            share = 0 if cached is None else cached.nbytes * count // span.length
-            exact = cached is not None and cached.key.context == before
-            parts.append(PartReport(n, i, span.length, count, tier, share, exact))
-            before += ids
-    return BlendReport(tuple(parts), refused)
 
 
 def _device_of(model: Any, wanted: torch.device | str | None) -> torch.device:

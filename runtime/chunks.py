@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,7 +131,8 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
         ValueError: the cache does not hold every token in every layer; a token id that the model
             has not; or a context and chunk longer than the model's table of positions.
     """
-    device = _check_ids(model, key)
+    check_ids(model, (key.context, key.ids))
+    device = next(model.parameters()).device
     ids = torch.tensor([*key.context, *key.ids], device=device)[None]
     tables = tuple(_on_host(table) for table in rotation.tables(ids.shape[1]))
     cache = DynamicCache()  # without config: its sliding layers would drop tokens
@@ -145,12 +146,16 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     return Chunk(key, tables, _kept(cache, rotation, key), marked(device))
 
 
-def _check_ids(model: nn.Module, key: ChunkKey) -> torch.device:
-    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[operator]
-    largest = max(max(key.ids), max(key.context, default=0))
-    if largest >= weight.shape[0]:
-        raise ValueError(f"the model has {weight.shape[0]} token ids, got {largest}")
-    return weight.device
+def check_ids(model: Any, parts: Iterable[Ids]) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        ValueError: one is too large.
+    """
+    known = model.get_input_embeddings().weight.shape[0]
+    largest = max(max(ids, default=0) for ids in parts)
+    if largest >= known:
+        raise ValueError(f"the model has {known} token ids, got {largest}")
 
 
 def _kept(cache: Any, rotation: ModelRotation, key: ChunkKey) -> tuple[KeyValue, ...]:

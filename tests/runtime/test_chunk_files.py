@@ -10,13 +10,14 @@ import torch
 
 pytest.importorskip("transformers")
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from support.blending import cached_at, ids
+from support.blending import cached_at
 from support.hf_models import tiny_model
 from support.source import ROOT
 
 from torch_cascade import ChunkStore
-from torch_cascade.runtime.chunk_files import ChunkFileError
+from torch_cascade.runtime.chunk_files import ChunkFileError, ChunkFolder
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
 CHUNK, QUESTION = list(range(10, 23)), [5, 6, 7]
@@ -45,8 +46,6 @@ def reader(model, folder):
 
 
 def header(path):
-    from safetensors import safe_open
-
     with safe_open(path, "pt") as file:
         return file.metadata()
 
@@ -149,38 +148,44 @@ def test_a_file_deleted_while_it_is_read(model, written):
     folder, path = written
     blended = reader(model, folder).blend([CHUNK, QUESTION])
     path.unlink()
-    keys, _ = cached_at(blended, 1, 0)
-    wanted, _ = (
-        cached_at(ChunkStore(model, folder=folder).blend([CHUNK]), 1, 0)
-        if False
-        else (
-            keys,
-            None,
-        )
-    )
-    assert torch.equal(keys, wanted)
+    wanted = ChunkStore(model)
+    wanted.add(CHUNK)
+    fresh = wanted.blend([CHUNK, QUESTION])
+    for got, kept in zip(cached_at(blended, 1, 0), cached_at(fresh, 1, 0), strict=True):
+        assert torch.equal(got, kept)
 
 
 SCRIPT = """
 import os, signal, sys
-sys.path.insert(0, sys.argv[1])
+from pathlib import Path
 import torch
-from support.hf_models import tiny_model
-from torch_cascade import ChunkStore
-torch.manual_seed(3)
-store = ChunkStore(tiny_model("Llama", torch.float32), cpu_bytes=0, folder=sys.argv[2])
-if sys.argv[3] == "killed":
+from torch_cascade.runtime.chunk_files import ChunkFolder
+from torch_cascade.runtime.chunks import Chunk, ChunkKey
+
+folder, mode = ChunkFolder(Path(sys.argv[1]), int(sys.argv[2])), sys.argv[3]
+if mode == "killed":
     os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
-chunk = list(range(10, 23))
-for n in range(5):
-    store.add(chunk[: 13 - n])
-    assert store.blend([chunk[: 13 - n], [5]]).report.parts[0].tier == "disk"
-print(store.add(chunk))
+opened = 0
+for step in range(150):
+    tokens = 5 + step % 7
+    key = ChunkKey("model", tuple(range(tokens)))
+    states = torch.arange(3 * tokens * 8.0).view(3, tokens, 8)
+    folder.write(Chunk(key, (), ((states, -states), (states + 1, states - 1))))
+    file = folder.open(ChunkKey("model", tuple(range(5 + step * 3 % 7))), ())
+    if file is None:
+        continue
+    opened += 1
+    for layer in range(2):
+        keys, values = file.layer(layer)
+        assert torch.equal(keys, torch.arange(float(keys.numel())).view_as(keys) + layer)
+        assert torch.equal(values, keys - 2 if layer else -keys)
+print(opened)
 """
 
 
-def start(folder, mode):
-    arguments = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(ROOT / "tests"), folder, mode]
+def start(folder, budget, mode):
+    """A process that writes seven chunks again and again, and reads others of them."""
+    arguments = [sys.executable, "-W", "ignore", "-c", SCRIPT, folder, budget, mode]
     return subprocess.Popen(
         [str(a) for a in arguments],
         cwd=ROOT.parent,
@@ -190,24 +195,23 @@ def start(folder, mode):
     )
 
 
-def test_a_writer_killed_in_the_middle_leaves_no_chunk(model, tmp_path):
-    process = start(tmp_path, "killed")
+def test_a_writer_killed_in_the_middle_leaves_no_chunk(tmp_path):
+    process = start(tmp_path, 10**6, "killed")
     process.communicate(timeout=120)
     assert process.returncode == -9
     left = list(tmp_path.iterdir())
     assert len(left) == 1 and left[0].name.endswith(".tmp")
-    store = reader(model, tmp_path)
-    assert store.blend([CHUNK, QUESTION]).report.reused == 0
-    store.add(CHUNK)
-    assert reader(model, tmp_path).blend([CHUNK, QUESTION]).report.reused == len(CHUNK)
+    assert not ChunkFolder(tmp_path, None).sizes()
 
 
-def test_processes_share_a_folder(model, tmp_path):
-    processes = [start(tmp_path, "writes") for _ in range(2)]
+def test_processes_share_a_folder_and_its_budget(tmp_path):
+    """Files vanish and appear under those who read them; nobody sees half of one."""
+    budget = 12_000  # two or three of the seven
+    processes = [start(tmp_path, budget, "writes") for _ in range(2)]
     results = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], results
-    names = {out.strip() for out, _ in results}
-    store = reader(model, tmp_path)
-    assert names == {store.add(CHUNK)}
-    assert len(list(tmp_path.iterdir())) == 5
-    assert store.blend([CHUNK[:9], QUESTION]).report.parts[0].tier == "disk"
+    assert all(int(out) > 20 for out, _ in results)
+    files = list(tmp_path.iterdir())
+    assert 1 <= len(files) < 7 and all(file.name.endswith(".safetensors") for file in files)
+    ChunkFolder(tmp_path, budget).evict()
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= budget

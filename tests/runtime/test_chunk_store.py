@@ -12,7 +12,7 @@ from support.hf_models import tiny_model
 from support.tolerance import assert_close_to_reference
 
 from torch_cascade import ChunkStore
-from torch_cascade.runtime.fingerprint import checksum, fingerprint
+from torch_cascade.runtime.fingerprint import fingerprint
 from torch_cascade.runtime.rotation import RotationError
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -135,12 +135,11 @@ def test_what_is_stored_never_changes(model):
     content = [s for chunk in tier._chunks.values() for pair in chunk.layers for s in pair]
     before = [states.clone() for states in content]
     forward = torch.compile(model, backend="eager")
-    for parts in ([a, b, question], [[a, question], [b, a, question]], [b, a]):
-        model.generate(**store.blend(parts), max_new_tokens=3)
+    for parts, run in (([a, b, question], forward), ([[a, question], [b, a]], model), ([b], model)):
+        blended = store.blend(parts)
         with torch.no_grad():
-            cache = store.blend(parts)
-            forward(**cache)
-        for layer in cache.past_key_values.layers:
+            run(**blended)
+        for layer in blended.past_key_values.layers:
             layer.keys.fill_(7.0), layer.values.fill_(7.0)
     assert len(content) == 8
     assert all(torch.equal(x, y) for x, y in zip(content, before, strict=True))
@@ -234,8 +233,8 @@ def test_weights_and_configuration_are_the_identity(model):
     other.config.rms_norm_eps /= 2
     with torch.no_grad():
         weight = other.model.layers[1].mlp.up_proj.weight
-        weight[[3, 5]] = weight[[5, 3]]
-    assert fingerprint(other) != base or checksum(weight) != checksum(weight[[3, 5]])
+        weight[[3, 60]] = weight[[60, 3]]
+    assert fingerprint(other) != base
 
 
 def test_changed_weights_are_noticed():
