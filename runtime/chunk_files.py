@@ -107,7 +107,8 @@ class ChunkFolder:
         try:
             file = safe_open(path, framework="pt", device="cpu")
             found = _checked(path, file, key, model_tables)
-            os.utime(path)
+            with contextlib.suppress(PermissionError):  # a folder that is only read
+                os.utime(path)
         except FileNotFoundError:
             return None
         except (SafetensorError, OSError, ValueError, KeyError) as error:

@@ -8,6 +8,7 @@ host for the thread, the compute stream for the event.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol, TypeAlias
@@ -18,6 +19,8 @@ from torch import Tensor
 from torch_cascade.runtime.blend_layers import KeyValue
 from torch_cascade.runtime.chunk_parts import Span
 from torch_cascade.runtime.take_kv import Pending, register
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -97,11 +100,19 @@ class Load:
     def _run(self) -> None:
         try:
             with torch.no_grad(), self._streaming.entered():
-                self._finished(self._fill_all())
+                kept = self._fill_all()
+                self._keep(kept)
         except BaseException as error:
             for done in self._done:
                 if not done.done():
                     done.set_exception(error)
+
+    def _keep(self, kept: Kept) -> None:
+        """Hand over what was read; the prompt has its keys and values whatever becomes of it."""
+        try:
+            self._finished(kept)
+        except Exception:
+            logger.exception("chunks that were loaded could not be kept for the next prompt")
 
     def _fill_all(self) -> Kept:
         kept: Kept = {index: [] for index, (_, _, keep) in enumerate(self._fetches) if keep}
@@ -177,5 +188,6 @@ _side_streams: dict[torch.device, Any] = {}
 
 def _side_stream(device: torch.device) -> Any:
     """One a device, for the whole process."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _side_streams.setdefault(device, stream)
+    if device not in _side_streams:
+        _side_streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return _side_streams[device]

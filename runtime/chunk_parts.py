@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -78,6 +79,11 @@ def _is_row(item: object) -> bool:
     return bool(item) and isinstance(item[0], Sequence | Tensor)
 
 
+def flattened(parts: Sequence[Ids]) -> Ids:
+    """The tokens of all parts."""
+    return tuple(itertools.chain.from_iterable(parts))
+
+
 @dataclass(frozen=True)
 class Span:
     """Where some tokens of a prompt stand.
@@ -127,16 +133,11 @@ class Layout:
         """How many tokens of a row are no padding."""
         return self.length - len(self.padding[row])
 
-    def last(self, row: int) -> int:
-        """The place of a row's last token."""
-        return self.spans[row][-1].end - 1
-
     def ids(self, pad: int) -> Tensor:
         """Int64 [N, L]."""
         ids = torch.full((len(self.rows), self.length), pad, dtype=torch.int64)
         for row, (parts, spans) in enumerate(zip(self.rows, self.spans, strict=True)):
-            flat = [token for part in parts for token in part]
-            ids[row, spans[0].start : spans[-1].end] = torch.tensor(flat)
+            ids[row, spans[0].start : spans[-1].end] = torch.tensor(flattened(parts))
         return ids
 
     def mask(self) -> Tensor:

@@ -199,12 +199,10 @@ def empty_buffers(plan: Plan, layer: int, device: torch.device, *, zero: bool = 
 
 def _join_tokens(pieces: Sequence[tuple[Span, Tensor]], out: Tensor) -> None:
     """Write pieces [H, T, D] at their places into `out` [H, L, D], zeros elsewhere: one kernel."""
-    parts, end = [], 0
+    zero, parts, end = out.new_zeros(()), [], 0
     for span, states in pieces:
-        parts += [_zeros(out, span.start - end), states[:, : span.length]]
+        parts += [zero.expand(out.shape[0], span.start - end, out.shape[2])]
+        parts += [states[:, : span.length]]
         end = span.end
-    torch.cat([*parts, _zeros(out, out.shape[1] - end)], dim=1, out=out)
-
-
-def _zeros(like: Tensor, length: int) -> Tensor:
-    return like.new_zeros(()).expand(like.shape[0], length, like.shape[2])
+    parts.append(zero.expand(out.shape[0], out.shape[1] - end, out.shape[2]))
+    torch.cat([part for part in parts if part.shape[1]], dim=1, out=out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,15 @@ from torch_cascade.runtime.blend_cache import BlendCache
 from torch_cascade.runtime.blended import Blended
 from torch_cascade.runtime.chunk_bring import bring
 from torch_cascade.runtime.chunk_files import ChunkFolder
-from torch_cascade.runtime.chunk_parts import Ids, Layout, Part, lay_out, prompt_rows, token_ids
+from torch_cascade.runtime.chunk_parts import (
+    Ids,
+    Layout,
+    Part,
+    flattened,
+    lay_out,
+    prompt_rows,
+    token_ids,
+)
 from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
 from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
 from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
@@ -164,7 +173,7 @@ class ChunkStore:
         layout = lay_out(prompt_rows(parts), padding_side)
         self._check_ids(layout)
         already = len(self._shelf.refused)
-        found = [[self._find(row, i) for i in range(len(row))] for row in layout.rows]
+        found = [self._find_all(row) for row in layout.rows]
         refused = tuple(self._shelf.refused[already:])
         for reason in refused:
             warnings.warn(f"a chunk is computed anew: {reason}", stacklevel=2)
@@ -182,10 +191,13 @@ class ChunkStore:
             tiers.append(disk)
         return StoreReport(tuple(tiers), shelf.misses, tuple(shelf.refused))
 
-    def _find(self, row: Sequence[Ids], index: int) -> tuple[Cached, str] | None:
+    def _find_all(self, row: Sequence[Ids]) -> list[tuple[Cached, str] | None]:
+        """The copies of a prompt's parts, with their tiers."""
+        tokens, starts = flattened(row), itertools.accumulate(map(len, row[:-1]), initial=0)
+        return [self._find(ids, tokens[:start]) for ids, start in zip(row, starts, strict=True)]
+
+    def _find(self, ids: Ids, before: Ids) -> tuple[Cached, str] | None:
         """The best copy: after the same tokens, computed alone, or after others, in this order."""
-        ids = row[index]
-        before = tuple(token for part in row[:index] for token in part)
         contexts = dict.fromkeys((before, (), *self._contexts.get(ids, ())))
         keys = [ChunkKey(self._fingerprint, ids, context) for context in contexts]
         return self._shelf.find_first(keys, self._tables)
@@ -216,8 +228,8 @@ class ChunkStore:
     def _check_weights(self) -> None:
         if versions(self._model) != self._versions:
             raise RuntimeError(
-                "the model's weights have changed since the store was made, and what is cached "
-                "does not fit them: make another ChunkStore (it may use the same folder)"
+                "the model's weights have changed or moved since the store was made, and what is "
+                "cached does not fit them: make another ChunkStore (it may use the same folder)"
             )
 
     def _check_ids(self, layout: Layout) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import struct
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ class ChunkKey:
         digest = hashlib.sha256(self.model.encode())
         for ids in (self.context, self.ids):
             digest.update(len(ids).to_bytes(8, "little"))
-            digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
+            digest.update(array("q", ids).tobytes())
         return digest.hexdigest()
 
 

@@ -45,9 +45,14 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def versions(model: nn.Module) -> tuple[tuple[int, int], ...]:
-    """Changes when a parameter is replaced or written in place: cheap enough for every call."""
-    return tuple((id(p), p._version) for p in model.parameters())
+def versions(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
+    """Changes when a parameter is replaced, moved or written in place: cheap enough for every call.
+
+    Parameters made under `torch.inference_mode()` do not say that they were written.
+    """
+    return tuple(
+        (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
+    )
 
 
 def _meaningful(config: Any) -> Any:

@@ -109,7 +109,8 @@ def _take_fake(
 _library: Any = cast("Callable[..., Any]", torch.library.Library)("cascade_store", "DEF")
 _library.define(
     "take_kv(Tensor handle, Tensor like_keys, Tensor like_values, int layer, SymInt rows, "
-    "int heads, SymInt tokens, int key_features, int value_features) -> (Tensor keys, Tensor values)",
+    "int heads, SymInt tokens, int key_features, int value_features) -> (Tensor keys, "
+    "Tensor values)",
     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe),
 )
 _library.impl("take_kv", _take, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""A blended prompt in eager mode is the full prefill; its cached keys are those of its positions."""
+"""A blended prompt in eager mode is the full prefill; cached keys have the prompt's positions."""
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_generate_with_beams_and_several_sequences(scene):
 
 
 def test_pad_ids_inside_of_a_prompt_are_no_padding(scene):
-    model, store, a, b, question = scene
+    model, store, a, _, question = scene
     pad = model.generation_config.pad_token_id
     chunk = [5, pad, pad, 6]
     blended = store.blend([chunk, a, question])

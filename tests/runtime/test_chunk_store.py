@@ -237,6 +237,15 @@ def test_weights_and_configuration_are_the_identity(model):
     assert fingerprint(other) != base
 
 
+def test_nothing_is_compiled_for_the_store():
+    model = tiny_model("Llama", torch.float32)
+    model.forward = torch.compile(model.forward, backend="eager")
+    store = ChunkStore(torch.compile(model, backend="eager"))
+    store.add(ids(5))
+    store.blend([ids(5)])
+    assert not torch._dynamo.utils.counters["stats"]
+
+
 def test_changed_weights_are_noticed():
     model = tiny_model("Llama", torch.float32)
     store, a = ChunkStore(model), ids(5)
@@ -244,7 +253,7 @@ def test_changed_weights_are_noticed():
     with torch.no_grad():
         model.model.norm.weight.mul_(2)
     for call in (lambda: store.add(ids(4)), lambda: store.blend([a])):
-        with pytest.raises(RuntimeError, match="weights have changed"):
+        with pytest.raises(RuntimeError, match="weights have changed or moved"):
             call()
 
 
