@@ -15,7 +15,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_cascade.compiler.graph import Sizes, show
-from torch_cascade.compiler.options import KNOWN_PASSES, Options
+from torch_cascade.compiler.option_values import KNOWN_PASSES
+from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.passes.blend import BlendPass

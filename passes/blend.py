@@ -38,8 +38,8 @@ class BlendPass(Pass):
 
     Assumes that results below layer c are asked for the last tokens only, and that nothing but
     attention mixes tokens there; both are proved, else the graph stays as it is. Positions and
-    masks are those of the tokens themselves. With nothing cached, or ratio 1, it is the same function up
-    to rounding; otherwise it is CacheBlend's approximation (arXiv 2405.16444, section 4).
+    masks are those of the tokens themselves. With nothing cached, or ratio 1, it is the same
+    function up to rounding; otherwise it is CacheBlend's approximation (arXiv 2405.16444, section 4).
     """
 
     name: ClassVar[str] = "blend"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import Max
 
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, size_expr, tensor
 from torch_cascade.compiler.report import Declined, Reason
@@ -65,11 +67,11 @@ class Exits:
     @property
     def last(self) -> Size:
         """How many of the last tokens are asked for; at least one."""
-        counts = [found.last for found in self.tokens]
-        return max(counts) if all(c.is_number for c in counts) and counts else _maximum(counts)
+        return cast("Size", Maximum(ONE, *(found.last for found in self.tokens)))
 
 
 _END = 2**63 - 1
+Maximum: Any = Max  # torch's, which printers of sizes know
 
 
 def find_exits(
@@ -157,29 +159,24 @@ class _Walk:
             return None
         return Rows(Axis(dim, tokens), Axis(0, each))
 
-    def _everything(self, given: dict[str, object]) -> bool:
+    def _everything(self, given: dict[str, Any]) -> bool:
         start, end = given.get("start"), given.get("end")
-        return (start is None or size_expr(start) == 0) and self._to_end(end)  # type: ignore[arg-type]
+        return (start is None or size_expr(start) == 0) and self._to_end(end)
 
-    def _suffix(self, given: dict[str, object]) -> Size | None:
+    def _suffix(self, given: dict[str, Any]) -> Size | None:
         if given.get("step", 1) != 1 or not self._to_end(given.get("end")):
             return None
-        return self._from_end(size_expr(given.get("start") or 0))  # type: ignore[arg-type]
+        return self._from_end(size_expr(given.get("start") or 0))
 
-    def _to_end(self, end: object) -> bool:
-        return end is None or self.sizes.at_least(end, self.site.tokens)  # type: ignore[arg-type]
+    def _to_end(self, end: Any) -> bool:
+        whole = end is None or (isinstance(end, int) and end >= _END)
+        return whole or self.sizes.at_least(end, self.site.tokens)
 
     def _from_end(self, index: Size) -> Size | None:
         """N for -n or L - n; None where that may or may not be one of the two."""
         if self.sizes.known(sympy.Lt(index, 0)):
             return -index
         return self.site.tokens - index if self.sizes.at_least(index, 0) else None
-
-
-def _maximum(counts: list[Size]) -> Size:
-    from torch.utils._sympy.functions import Max
-
-    return Max(ONE, *counts)
 
 
 def _all_tokens(node: fx.Node, detail: str) -> Declined:

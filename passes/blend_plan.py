@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from torch import fx
-from torch.utils._sympy.functions import FloorDiv, Max, Min
+from torch.utils._sympy.functions import FloorDiv, Min
 
 from torch_cascade.compiler.graph import Size, Sizes, size_expr
 from torch_cascade.compiler.report import Declined, Reason
-from torch_cascade.passes.blend_exits import Exits, find_exits
+from torch_cascade.passes.blend_exits import Exits, Maximum, find_exits
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier
+
+Minimum: Any = Min  # torch's, as above
 
 
 @dataclass(frozen=True)
@@ -117,5 +120,5 @@ def row_count(site: ReuseSite, ratio: Fraction, exits: Size) -> Size:
     ratio_of = ratio.numerator * site.cached + (ratio.denominator - 1)
     chosen = size_expr(FloorDiv(ratio_of, ratio.denominator))
     if exits != 1:
-        chosen = Min(site.cached, Max(chosen, exits - 1))
+        chosen = Minimum(site.cached, Maximum(chosen, exits - 1))
     return site.fresh + chosen

@@ -24,6 +24,8 @@ class Maker:
     them. Values that do not depend on the batch (positions, masks, tables) are taken at all N * K
     rows at once, as if they shared one index of that length, and get the batch axis where they
     meet a value that has it.
+
+    Only ops that Inductor has lowerings for are written: it decomposes others before our passes.
     """
 
     def __init__(self, index: fx.Node, *, per_batch_row: bool) -> None:
@@ -103,7 +105,7 @@ class Maker:
         whole, parts = shape(x), split(shape(x), rows)
         apart = x if parts.sizes == whole else self.view(x, parts.sizes)
         if rows.batch is None:
-            taken = self.call(aten.index_select.default, apart, parts.tokens, self._flat)
+            taken = self.call(aten.index.Tensor, apart, [*[None] * parts.tokens, self._flat])
         else:
             taken = self._gather_each(apart, parts)
         if parts.sizes == whole:
@@ -172,7 +174,7 @@ class Maker:
         """A contiguous copy of `into` [N, ..] with the indexed rows along `dim` replaced."""
         into = self.call(aten.clone.default, into, memory_format=torch.contiguous_format)
         if self._rows is None:
-            return self.call(aten.index_copy.default, into, dim, self._flat, rows)
+            return self.call(aten.index_put.default, into, [*[None] * dim, self._flat], rows)
         index = self.spread_index(len(shape(rows)), 0, dim)
         index = self.call(aten.expand.default, index, list(shape(rows)))
         return self.call(aten.scatter.src, into, dim, index, rows)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -210,7 +210,7 @@ def choose_rows(
     else:
         scores = _scores(selector, layer.facts(attention))
     ranked = layer.ranked(scores, exits)
-    first = torch.arange(count, device=ranked.device).expand(ranked.shape[0], count)
+    first = torch.arange(cast("int", count), device=ranked.device).expand(ranked.shape[0], count)
     places = ranked.gather(1, first).sort(dim=1).values
     return (places if layer.kept is None else layer.kept.gather(1, places)), places
 
@@ -273,8 +273,8 @@ def mean_attention(
     """
     kind = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads, kv_heads = q.shape[1], k.shape[1]
-    q, k = q.to(kind), k.to(kind)
-    grouped = q.unflatten(1, (kv_heads, heads // kv_heads))
+    q, k = q.to(kind).contiguous(), k.to(kind)
+    grouped = q.view(q.shape[0], kv_heads, heads // kv_heads, *q.shape[2:])
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     scores = (grouped @ k[:, :, None].transpose(-1, -2) * factor).flatten(1, 2)
     if is_causal:

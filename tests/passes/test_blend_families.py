@@ -1,0 +1,36 @@
+"""A blend of every family equals an eager CacheBlend that shares no code with it."""
+
+import pytest
+import torch
+from support.blend_models import blended, expected, full, model_of, prompt_of
+from support.reuse_models import REUSING
+from support.tolerance import assert_close_to_reference, max_error
+
+ROWS = [[7, 9, 5], [5, 4, 7, 5]]  # chunk lengths of the batch rows; the last part is the question
+
+
+def assert_blend(got, family, prompt, stages, **options):
+    """As close to a float64 oracle as the float32 oracle is, in logits and every layer's cache."""
+    model64 = model_of(family, torch.float64)
+    exact, rows = expected(model64, prompt.to(torch.float64), stages, **options)
+    eager, same = expected(model_of(family), prompt, stages, **options)
+    assert rows == same, "choose another seed: float32 decides otherwise"
+    assert_close_to_reference(got.logits, eager.logits, exact.logits)
+    for layers in zip(got.caches, eager.caches, exact.caches, strict=True):
+        for actual, usual, wanted in zip(*layers, strict=True):
+            assert_close_to_reference(actual, usual, wanted)
+    return exact
+
+
+@pytest.mark.parametrize("family", REUSING)
+def test_family(family):
+    model = model_of(family)
+    prompt = prompt_of(model, ROWS)
+    got = blended(model, prompt)
+    assert got.record.layers == ("computed", "checked", "reused")
+    exact = assert_blend(got, family, prompt, {1: "0.15"})
+    # The approximation shows: neither full recompute nor full reuse passes for it.
+    whole, reuse = full(model, prompt), expected(model, prompt, {-1: 0})[0]
+    error = max_error(got.logits, exact.logits)
+    for other in (whole, reuse):
+        assert max_error(other.logits, exact.logits) > 100 * error
