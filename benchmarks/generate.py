@@ -90,7 +90,8 @@ def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         made.error("without a CUDA device no ceiling can be measured: give --read and --matmul")
 
 
-def _ceilings(options: argparse.Namespace, dtype: torch.dtype) -> rows.Ceilings:
+def ceilings_of(options: argparse.Namespace, dtype: torch.dtype) -> rows.Ceilings:
+    """Given on the command line, or measured."""
     if options.read is not None:
         return rows.Ceilings(options.read * 1e12, options.matmul * 1e12)
     from torch_cascade.benchmarks import ceilings
@@ -105,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
     device = torch.device(options.device)
     dtype = DTYPES[options.dtype or ("float32" if device.type == "cpu" else "bfloat16")]
     console = Console(width=max(160, Console().width))
-    ceilings = _ceilings(options, dtype)
+    ceilings = ceilings_of(options, dtype)
     loaded = models.load(options.model, options.layers, dtype, device)
     options.prefill = options.prefill or ("random" if loaded.tokenizer is None else "prompt")
     made = Record("generate", "ms", "B,T,L", _settings(options), ceilings, record.describe(device))
