@@ -194,8 +194,9 @@ def _asks_too_much(record: Any) -> str:
     from torch_cascade.compiler.report import EXPLANATIONS, Reason
 
     declined = None if record.blend is None else record.blend.declined
-    asked = declined is not None and declined.reason is Reason.ALL_TOKENS
-    if not asked or record.options.decide == "never":
+    if declined is None or declined.reason is not Reason.ALL_TOKENS:
+        return ""
+    if record.options.decide == "never":
         return ""
     said = EXPLANATIONS[Reason.ALL_TOKENS]
     return f"{said.meaning} At {declined.node}: {declined.detail}. {said.remedy} {_TO_COMPUTE_ALL}"

@@ -90,7 +90,8 @@ def _plan(graph: fx.Graph, site: ReuseSite, context: PassContext) -> BlendPlan |
     plan = plan_blend(graph, site, options.stages(), context.sizes, asks=asks)
     if isinstance(plan, Declined):
         return plan
-    return _unasked(plan, options) or plan
+    unasked = _unasked(plan, options)  # a decline is false
+    return plan if unasked is None else unasked
 
 
 def _unasked(plan: BlendPlan, options: Options) -> Declined | None:

@@ -1,0 +1,205 @@
+"""The blend pass on whole models: ratios, stages, masks, exits, what it must never do."""
+
+from unittest import mock
+
+import pytest
+import torch
+from support.backend import eager_cascade, last_compilation
+from support.blend_models import (
+    arguments,
+    blended,
+    expected,
+    full,
+    model_of,
+    prefill_of,
+    prompt_of,
+)
+from support.tolerance import assert_close_to_reference, max_error
+from transformers import DynamicCache
+
+from torch_cascade import SharedPrefixCache
+from torch_cascade.compiler.backend import recent
+from torch_cascade.compiler.report import Reason
+from torch_cascade.passes import token_attention
+
+ROWS = [[7, 9, 5], [5, 4, 7, 5]]
+GAPS = [[6, -4, 8, 3], [5, -2, 7, 5]]  # parts that are not cached stand between those that are
+FORCED = {"decide": "always", "strict": True}
+
+
+def assert_like(got, usual, exact):
+    """Logits and every layer's keys and values are as close to float64 as eager code's are."""
+    assert_close_to_reference(got.logits, usual.logits, exact.logits)
+    for layers in zip(got.caches, usual.caches, exact.caches, strict=True):
+        for actual, eager, wanted in zip(*layers, strict=True):
+            assert_close_to_reference(actual, eager, wanted)
+
+
+def assert_blend(got, family, prompt, stages, layers=3, **options):
+    """What the oracle gives; the rows it computes last."""
+    model64 = model_of(family, torch.float64, layers)
+    exact, rows = expected(model64, prompt.to(torch.float64), stages, **options)
+    eager, same = expected(model_of(family, layers=layers), prompt, stages, **options)
+    assert rows == same, "choose another seed: float32 decides otherwise"
+    assert_like(got, eager, exact)
+    return rows
+
+
+class TestRatios:
+    def test_one_is_full_recompute(self):
+        model = model_of("Llama")
+        prompt = prompt_of(model, ROWS)
+        got = blended(model, prompt, recompute_ratio=1)
+        exact = full(model_of("Llama", torch.float64), prompt.to(torch.float64))
+        assert_like(got, full(model, prompt), exact)
+        assert got.record.stages[0].now == prompt.length
+
+    def test_one_is_not_worth_it(self):
+        model = model_of("Llama", layers=2)
+        prompt = prompt_of(model, ROWS)
+        options = {"decide": "auto", "strict": False, "min_tokens": 0}
+        got = blended(model, prompt, recompute_ratio=1, **options)
+        assert got.record.declined.reason is Reason.NOT_PROFITABLE
+        exact = full(model_of("Llama", torch.float64, 2), prompt.to(torch.float64))
+        assert_like(got, full(model, prompt), exact)
+
+    def test_zero_is_full_reuse(self):
+        """Only the fresh tokens are computed, all of the question's among them."""
+        model = model_of("Llama")
+        prompt = prompt_of(model, ROWS)
+        got = blended(model, prompt, recompute_ratio=0)
+        rows = assert_blend(got, "Llama", prompt, {-1: 0})
+        assert rows == prompt.fresh_rows.tolist()
+        assert got.record.layers == ("reused",) * 3
+        chosen = prompt.fresh_rows[0].tolist()
+        kept = [j for j in range(prompt.length) if j not in chosen]
+        for (k, _), (cached, _) in zip(got.caches, prompt.cached, strict=True):
+            assert torch.equal(k[0][:, kept], cached[0][:, kept])
+
+    def test_a_share_of_one_token_is_one_token(self):
+        model = model_of("Llama", layers=2)
+        prompt = prompt_of(model, [[7, 9, 5]])
+        got = blended(model, prompt, recompute_ratio="1/1000")
+        assert got.record.stages[0].now == 5 + 1
+        assert_blend(got, "Llama", prompt, {1: "1/1000"}, layers=2)
+
+    def test_all_cached_and_no_question(self):
+        """The last token is always computed; what was cached whole is as good as new."""
+        model = model_of("Llama")
+        prompt = prompt_of(model, [[20, 1]])
+        got = blended(model, prompt)
+        exact = full(model_of("Llama", torch.float64), prompt.to(torch.float64))
+        assert_like(got, full(model, prompt), exact)
+
+
+@pytest.mark.parametrize(
+    ("batch", "stages"), [(1, {1: "0.5", 2: "0.3", 3: "0.1"}), (2, {1: "0.5", 2: "0.2"})]
+)
+def test_gradual_filtering(batch, stages):
+    """Each stage chooses among the rows of the one before; windows, gaps and padding on the way."""
+    layers = len(stages) + 2
+    model = model_of("Mistral", layers=layers)
+    prompt = prompt_of(model, GAPS[:batch], [0, 2][:batch])
+    got = blended(model, prompt, check_layers=stages)
+    assert_blend(got, "Mistral", prompt, stages, layers=layers)
+    assert got.record.layers == ("computed", *["checked"] * len(stages), "reused")
+
+
+@pytest.mark.parametrize("stages", [{1: "0.2"}, {1: "0.5", 2: "0.2"}])
+def test_more_logits_than_fresh_tokens(stages):
+    """The last tokens asked for are computed, cached or not."""
+    model, call = model_of("Llama"), {"logits_to_keep": 4}
+    prompt = prompt_of(model, [[7, 9, 2], [5, 4, 7, 2]])
+    got = blended(model, prompt, call, check_layers=stages)
+    rows = assert_blend(got, "Llama", prompt, stages, call=call)
+    assert all(set(range(14, 18)) <= set(kept) for kept in rows)
+    assert got.logits.shape[1] == 4
+
+
+class TestOneArtefact:
+    """Calls of one compiled function, with everything but the lengths alike."""
+
+    def test_many_lengths(self):
+        model = model_of("Llama")
+        fn = torch.compile(prefill_of(model), backend=eager_cascade(**FORCED))
+        before = len(recent())
+        for parts in ([7, 9, 5], [11, 13, 6], [20, 10, 3], [40, 31, 9]):
+            prompt = prompt_of(model, [parts])
+            with torch.no_grad():
+                logits, caches = fn(*arguments(prompt))
+            got = type(full(model, prompt))(logits, tuple(caches))
+            assert_blend(got, "Llama", prompt, {1: "0.15"})
+        assert len(recent()) - before == 2  # the first length alone, then all
+
+    def test_values(self):
+        """Of one shape: the order of fresh_rows, the future of a row, what is written to."""
+        model = model_of("Mistral")
+        prompt = prompt_of(model, ROWS)
+        fn = torch.compile(prefill_of(model), backend=eager_cascade(selector="random", **FORCED))
+        ids, fresh, chunks, mask, cached = arguments(prompt)
+        copies = [x.clone() for pair in cached for x in pair]
+        with torch.no_grad():
+            logits, caches = fn(ids, fresh, chunks, mask, cached)
+            turned, _ = fn(ids, fresh.flip(1), chunks, mask, cached)
+            later = ids.clone()
+            later[:, 13:] = (ids[:, 13:] + 1) % 90 + 3
+            moved = tuple((k.clone(), v.clone()) for k, v in cached)
+            for k, v in moved:
+                k[:, :, 13:], v[:, :, 13:] = k[:, :, 13:] * 3, v[:, :, 13:] - 2
+            other, changed = fn(later, fresh, chunks, mask, moved)
+        assert torch.equal(turned, logits)
+        assert all(torch.equal(a, b) for a, b in zip(copies, (x for p in cached for x in p)))
+        assert not torch.equal(other, logits)
+        computed = (caches[2][1] != cached[2][1]).any(3).any(1)
+        assert computed[:, :13].any()  # some rows before the change were recomputed, and saw none
+        for pair, other_pair in zip(caches, changed, strict=True):
+            for a, b in zip(pair, other_pair, strict=True):
+                assert torch.equal(a[:, :, :13], b[:, :, :13])
+
+
+def test_a_row_of_a_batch_is_like_one_alone():
+    model = model_of("Qwen3")
+    prompt = prompt_of(model, ROWS)
+    alone = blended(model, prompt.row(1))
+    assert_blend(alone, "Qwen3", prompt.row(1), {1: "0.15"})
+    together, rows = expected(model, prompt, {1: "0.15"})
+    assert rows[1] == expected(model, prompt.row(1), {1: "0.15"})[1][0]
+    assert max_error(alone.logits[0], together.logits[1].double()) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_attention_by_positions(family):
+    """The GPU's form: no mask is read, windows neither."""
+    model = model_of(family)
+    prompt = prompt_of(model, ROWS)
+    with mock.patch.object(token_attention, "reads_positions", lambda device: True):
+        got = blended(model, prompt)
+    assert_blend(got, family, prompt, {1: "0.15"})
+    text = last_compilation().after
+    assert text.count("cascade.attend(") == 2 and "q_positions" in text
+
+
+class TestBothPasses:
+    def test_branches_of_a_blended_prompt(self):
+        """The blended cache is an ordinary prefix: eight branches decode from it with cascade."""
+        model, branches = model_of("Llama"), 8
+        prompt = prompt_of(model, [[7, 9, 5]])
+        got = blended(model, prompt)
+        prefix = DynamicCache()
+        for number, (k, v) in enumerate(got.caches):
+            prefix.update(k, v, number)
+        cache = SharedPrefixCache(prefix, branches=branches)
+        steps = torch.randint(3, 90, (branches, 1))
+        backend = eager_cascade(**FORCED)
+        with torch.no_grad():
+            step = torch.compile(
+                lambda ids: model(ids, past_key_values=cache).logits, backend=backend
+            )
+            decoded = step(steps)
+            record = last_compilation()
+            naive = DynamicCache()
+            for number, (k, v) in enumerate(got.caches):
+                naive.update(k.repeat(branches, 1, 1, 1), v.repeat(branches, 1, 1, 1), number)
+            wanted = model(steps, past_key_values=naive).logits
+        assert record.rewritten == 3 and record.blend is None
+        assert max_error(decoded, wanted.double()) < 1e-5

@@ -1,0 +1,251 @@
+"""What is not blended: the whole prompt is computed instead, with a reason; or it is an error."""
+
+import pytest
+import torch
+from support.backend import eager_cascade, last_compilation
+from support.blend_models import blended, full, model_of, prompt_of
+from support.capture import joint_graph
+from support.tolerance import assert_close_to_reference
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from torch_cascade import explain, reuse_kv
+from torch_cascade.compiler.backend import CascadeError
+from torch_cascade.compiler.capture import capture
+from torch_cascade.compiler.graph import Sizes
+from torch_cascade.compiler.options import Options
+from torch_cascade.compiler.pass_base import PassContext
+from torch_cascade.compiler.record import Compilation
+from torch_cascade.compiler.report import Reason
+from torch_cascade.passes import blend, blend_emit
+from torch_cascade.passes.blend import BlendPass
+
+T, WIDTH = 14, 24
+
+
+class Plain(nn.Module):
+    """Three layers in plain torch; what follows the last one is given."""
+
+    def __init__(self, layers=3, then=lambda x: x[:, -1:]):
+        super().__init__()
+        torch.manual_seed(7)
+        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(layers))
+        self.then = then
+
+    def forward(self, x, cached, fresh, chunks=None, between=lambda x, layer: x):
+        for number, qkv in enumerate(self.qkv):
+            heads = qkv(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            q, k, v = heads.unbind(0)
+            k, v = reuse_kv(k, v, *cached[number], fresh, chunks)
+            x = x + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+            x = between(x, number)
+        return self.then(x)
+
+
+def inputs(batch=1, layers=3, tokens=T):
+    shape = batch, 2, tokens, WIDTH // 2
+    cached = [(torch.randn(shape), torch.randn(shape)) for _ in range(layers)]
+    fresh = torch.tensor([[tokens - 2, tokens - 1]]).repeat(batch, 1)
+    return torch.randn(batch, tokens, WIDTH), cached, fresh
+
+
+def compiled(model, *args, **options):
+    """The result, and the record of the blend."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(model, backend=eager_cascade(**{"decide": "always"} | options))(*args)
+    return got, last_compilation().blend
+
+
+def assert_declined(model, args, reason, detail="", **options):
+    """Computed in full, with this reason; an error under strict."""
+    got, record = compiled(model, *args, **options)
+    with torch.no_grad():
+        eager, exact = model(*args), model.double()(*_double(args))
+    model.float()
+    assert record.declined.reason is reason, record.declined
+    assert detail in str(record.declined)
+    assert set(record.layers) == {"computed"}
+    assert_close_to_reference(got, eager, exact)
+    with pytest.raises(Exception, match=f"no cached keys and values were reused: {reason.value}"):
+        compiled(model, *args, strict=True, **options)
+
+
+def _double(args):
+    return [
+        torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, a)
+        for a in args
+    ]
+
+
+ALL = {
+    "logits of all tokens": (lambda x: x * 2, "all of them"),
+    "the first tokens": (lambda x: x[:, :3], "takes others"),
+    "one token in the middle": (lambda x: x[:, 5], "takes others"),
+    "tokens by an index": (lambda x: x[:, torch.tensor([3, 5])], "all of them"),
+    "the last, and a mean": (lambda x: x[:, -1] + x.mean(1), "all of them"),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_results_of_all_tokens_are_an_error(name):
+    then, detail = ALL[name]
+    model, args = Plain(then=then), inputs()
+    with pytest.raises(Exception, match="logits_to_keep=1") as error:
+        compiled(model, *args)
+    assert "CascadeError" in str(error.value) and detail in str(error.value)
+    assert "passes=cascade" in str(error.value)
+    with torch.no_grad():
+        assert explain(model, *args).compilations[0].blend is not None
+    _, record = compiled(model, *args, passes="cascade")
+    assert record is None
+
+
+EXITS = {
+    "slice": (lambda x: x[:, -1:], 1),
+    "two": (lambda x: x[:, -2:], 2),
+    "select": (lambda x: x[:, -1], 1),
+    "from a number": (lambda x: x[:, T - 3 :], 3),
+    "second to last": (lambda x: x[:, -2], 2),
+    "several": (lambda x: (x[:, -1], x[:, -3:].sum(1), x[:, -1:].relu()), 3),
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_last_tokens_however_they_are_asked_for(name):
+    then, last = EXITS[name]
+    model, args = Plain(then=then), inputs(batch=2)
+    got, record = compiled(model, *args, recompute_ratio=1, strict=True, verify=True)
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(*args))
+    assert record.layers == ("computed", "checked", "reused")
+    _, reuse = compiled(model, *args, recompute_ratio=0, strict=True, verify=True)
+    assert reuse.stages[0].now == 2 + max(0, last - 1)
+
+
+def shifted(x, layer):
+    """Below the check layer tokens are mixed outside of attention."""
+    return x if layer < 1 else x + x.roll(1, 1)
+
+
+def test_an_op_that_mixes_tokens_declines_all_layers():
+    x, cached, fresh = inputs()
+    assert_declined(Plain(), (x, cached, fresh, None, shifted), Reason.TOKENS_MIXED)
+
+
+def test_the_same_above_the_check_layer_is_no_matter():
+    x, cached, fresh = inputs()
+
+    def above(x, layer):
+        return shifted(x, 1 - layer)
+
+    _, record = compiled(Plain(), x, cached, fresh, None, above, strict=True)
+    assert record.declined is None
+
+
+def test_grouped_experts():
+    model = model_of("Mixtral", layers=2)
+    model.set_experts_implementation("grouped_mm")
+    prompt = prompt_of(model, [[7, 9, 5]])
+    got = blended(model, prompt, strict=False)
+    assert got.record.declined.reason in (Reason.NO_TOKEN_RULE, Reason.TOKENS_MIXED)
+    torch.testing.assert_close(got.logits, full(model, prompt).logits)
+
+
+@pytest.mark.parametrize("stages", ["3", "1:0.5,7:0.1"])
+def test_a_layer_that_is_not_there(stages):
+    wrong = stages[0] if ":" not in stages else "7"
+    detail = f"check layer {wrong}, but the graph has layers 0 to 2"
+    assert_declined(Plain(), inputs(), Reason.CHECK_LAYER, detail, check_layers=stages)
+
+
+def test_layers_that_disagree():
+    x, cached, fresh = inputs()
+
+    class Two(Plain):
+        def forward(self, x, cached, fresh, other):
+            x = super().forward(x, cached[:1], fresh) if False else x
+            return super().forward(x, cached, fresh if other is None else other + 0)
+
+    def prefill(x, cached, fresh):
+        model = Plain(layers=1, then=lambda x: x)
+        return model(model(x, cached[:1], fresh), cached[1:2], fresh + 0)[:, -1:]
+
+    module = Plain(layers=2)
+
+    def two(x, cached, fresh):
+        first = x
+        for number, qkv in enumerate(module.qkv):
+            heads = qkv(first).view(1, T, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            q, k, v = heads.unbind(0)
+            k, v = reuse_kv(k, v, *cached[number], fresh + number)
+            first = first + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return first[:, -1:]
+
+    got, record = compiled(two, x, cached, fresh)
+    assert record.declined.reason is Reason.REUSE_MISMATCH
+    with torch.no_grad():
+        torch.testing.assert_close(got, two(x, cached, fresh))
+
+
+class TestFewTokens:
+    def test_static(self):
+        assert_declined(Plain(), inputs(), Reason.MIN_TOKENS, "12 cached tokens", decide="auto")
+        options = {"decide": "auto", "min_tokens": 12, "strict": True}
+        assert compiled(Plain(), *inputs(), **options)[1].declined is None
+
+    def test_a_length_on_each_side_of_the_guard(self):
+        model = Plain()
+        backend = eager_cascade(min_tokens=20)
+        fn = torch.compile(model, backend=backend, dynamic=True)
+        seen = []
+        with torch.no_grad():
+            for tokens in (15, 30, 17, 40):
+                before = last_compilation() if seen else None
+                fn(*inputs(tokens=tokens))
+                seen.append(
+                    (last_compilation().blend.declined is None, last_compilation() is before)
+                )
+        assert [blends for blends, _ in seen[:2]] == [False, True]
+        assert [same for _, same in seen] == [False, False, True, True]
+
+    def test_all_tokens_of_a_short_prompt_are_no_error(self):
+        got, record = compiled(Plain(then=lambda x: x * 2), *inputs(), decide="auto")
+        assert record.declined.reason is Reason.MIN_TOKENS and got.shape[1] == T
+
+
+def test_never_reports_only():
+    got, record = compiled(Plain(), *inputs(), decide="never")
+    assert record.declined.reason is Reason.NEVER
+    assert record.stages[0].now == 2 + 2 and set(record.layers) == {"computed"}
+
+
+class TestFailures:
+    def test_a_bug_leaves_the_graph_as_it_was(self, monkeypatch):
+        args = inputs()
+        with torch.no_grad():
+            gm = joint_graph(Plain(), *args, prepare=capture)
+        before = str(gm.graph), [n.meta.get("val") for n in gm.graph.nodes]
+        sizes = Sizes.of(gm.graph)
+        record = Compilation()
+        context = PassContext(sizes, Options(decide="always", strict=False), record)
+
+        def broken(*args):
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(blend_emit, "_check", broken)
+        BlendPass().apply(gm.graph, context)
+        assert record.blend.declined.reason is Reason.PASS_FAILED
+        assert "a bug" in record.blend.declined.detail
+        after = str(gm.graph), [n.meta.get("val") for n in gm.graph.nodes]
+        assert after[0] == before[0]
+        assert all(a is b for a, b in zip(after[1], before[1], strict=True))
+
+    def test_strict_raises_it(self, monkeypatch):
+        monkeypatch.setattr(blend, "emit_blend", lambda *a: 1 / 0)
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            compiled(Plain(), *inputs(), strict=True)
+
+
+def test_error_class():
+    assert issubclass(CascadeError, RuntimeError)
