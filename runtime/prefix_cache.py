@@ -88,7 +88,7 @@ class SharedPrefixCache(Cache):
 
         Args:
             prefill_cache: a DynamicCache, StaticCache or BlendCache holding at least one token a
-                layer, or its content: one pair of keys [B, H, P, D] and values [B, H, P, Dv] a layer.
+                layer, or its content: a pair of keys [B, H, P, D] and values [B, H, P, Dv] a layer.
             branches: sequences that continue each of the B prompts.
             max_suffix: tokens a branch may add (the first uncached prompt token included); None
                 for a suffix that grows without limit.
