@@ -87,8 +87,8 @@ class SharedPrefixCache(Cache):
         """Share what a prefill left behind.
 
         Args:
-            prefill_cache: a DynamicCache, StaticCache or BlendCache that holds at least one token a layer, or
-                its content: one pair of keys [B, H, P, D] and values [B, H, P, Dv] a layer.
+            prefill_cache: a DynamicCache, StaticCache or BlendCache holding at least one token a
+                layer, or its content: a pair of keys [B, H, P, D] and values [B, H, P, Dv] a layer.
             branches: sequences that continue each of the B prompts.
             max_suffix: tokens a branch may add (the first uncached prompt token included); None
                 for a suffix that grows without limit.
