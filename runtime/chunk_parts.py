@@ -27,9 +27,9 @@ def token_ids(part: object, name: str) -> Ids:
     if isinstance(part, str | bytes) or not isinstance(part, Sequence):
         raise TypeError(f"{name} must be token ids, got {type(part).__name__}")
     ids = tuple(part)
-    wrong = next((i for i in ids if not isinstance(i, int) or isinstance(i, bool)), None)
-    if wrong is not None:
-        raise TypeError(f"{name} must be token ids, got one of {type(wrong).__name__}")
+    for kind in set(map(type, ids)):  # not one by one: prompts are long
+        if not issubclass(kind, int) or kind is bool:
+            raise TypeError(f"{name} must be token ids, got one of {kind.__name__}")
     if not ids:
         raise ValueError(f"{name} holds no tokens")
     if min(ids) < 0:
@@ -42,7 +42,8 @@ def _listed(part: Tensor, name: str) -> list[int]:
         raise TypeError(f"{name} must be token ids, got a tensor of {part.dtype}")
     if part.dim() != 1 and not (part.dim() == 2 and part.shape[0] == 1):
         raise ValueError(f"{name} must be [tokens] or [1, tokens], got {list(part.shape)}")
-    return [int(i) for i in part.flatten().tolist()]
+    ids: list[int] = part.flatten().tolist()
+    return ids
 
 
 def prompt_rows(parts: Sequence[Part] | Sequence[Sequence[Part]]) -> list[list[Ids]]:

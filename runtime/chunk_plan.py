@@ -198,11 +198,21 @@ def empty_buffers(plan: Plan, layer: int, device: torch.device, *, zero: bool = 
 
 
 def _join_tokens(pieces: Sequence[tuple[Span, Tensor]], out: Tensor) -> None:
-    """Write pieces [H, T, D] at their places into `out` [H, L, D], zeros elsewhere: one kernel."""
-    zero, parts, end = out.new_zeros(()), [], 0
+    """Write pieces [H, T, D] at their places into `out` [H, L, D], zeros elsewhere: one kernel.
+
+    Time to the first token has a call of this for every layer, twice: no view that is not needed.
+    """
+    parts: list[Tensor] = []
+    end = 0
     for span, states in pieces:
-        parts += [zero.expand(out.shape[0], span.start - end, out.shape[2])]
-        parts += [states[:, : span.length]]
+        if span.start > end:
+            parts.append(_zeros(out, span.start - end))
+        parts.append(states if states.shape[1] == span.length else states[:, : span.length])
         end = span.end
-    parts.append(zero.expand(out.shape[0], out.shape[1] - end, out.shape[2]))
-    torch.cat([part for part in parts if part.shape[1]], dim=1, out=out)
+    if out.shape[1] > end:
+        parts.append(_zeros(out, out.shape[1] - end))
+    torch.cat(parts, dim=1, out=out)
+
+
+def _zeros(like: Tensor, length: int) -> Tensor:
+    return like.new_zeros(()).expand(like.shape[0], length, like.shape[2])

@@ -198,7 +198,9 @@ class ChunkStore:
 
     def _find(self, ids: Ids, before: Ids) -> tuple[Cached, str] | None:
         """The best copy: after the same tokens, computed alone, or after others, in this order."""
-        contexts = dict.fromkeys((before, (), *self._contexts.get(ids, ())))
+        known = self._contexts.get(ids, ())
+        here = (before,) if before in known or self._shelf.folder is not None else ()
+        contexts = dict.fromkeys((*here, (), *known))
         keys = [ChunkKey(self._fingerprint, ids, context) for context in contexts]
         return self._shelf.find_first(keys, self._tables)
 

@@ -47,6 +47,37 @@ class ChunkKey:
 
 
 @dataclass(frozen=True, eq=False)
+class Made:
+    """Tensors that a CUDA stream was told to compute.
+
+    Attributes:
+        stream: which.
+        ready: the event after which they are there.
+    """
+
+    stream: torch.cuda.Stream
+    ready: torch.cuda.Event
+
+    @classmethod
+    def now(cls, device: torch.device) -> Made | None:
+        """After all that the current stream was given; None on other devices than CUDA."""
+        if device.type != "cuda":
+            return None
+        stream, event = torch.cuda.current_stream(device), torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return cls(stream, event)
+
+    def lend(self, tensors: Iterable[Tensor]) -> None:
+        """Let the current stream use tensors; one that made them needs nothing."""
+        stream = torch.cuda.current_stream(self.stream.device)
+        if stream == self.stream:
+            return
+        stream.wait_event(self.ready)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """A piece of text with the keys and values of all of its tokens. Never written again.
 
@@ -55,13 +86,13 @@ class Chunk:
         tables: of the model's rotary embeddings when they were computed, on the CPU.
         layers: keys [H, T, D], rotated for positions len(key.context) and on, and values
             [H, T, Dv], a pair a layer.
-        ready: on CUDA, the event after which they are there.
+        made: on CUDA, how they came to be there.
     """
 
     key: ChunkKey
     tables: tuple[RopeTable, ...]
     layers: tuple[KeyValue, ...]
-    ready: Any = None
+    made: Made | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,11 +107,8 @@ class Chunk:
     def layer(self, index: int) -> KeyValue:
         """Keys and values of a layer, for the current stream; not to be written."""
         pair = self.layers[index]
-        if self.ready is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(self.ready)
-            for states in pair:
-                states.record_stream(stream)
+        if self.made is not None:
+            self.made.lend(pair)
         return pair
 
     def like(self, index: int) -> KeyValue:
@@ -91,7 +119,7 @@ class Chunk:
         """A copy; on the CPU in pinned memory where there is CUDA to read it."""
         pairs = (self.layer(index) for index in range(len(self.layers)))
         layers = tuple((_copied(k, device), _copied(v, device)) for k, v in pairs)
-        return Chunk(self.key, self.tables, layers, marked(device))
+        return Chunk(self.key, self.tables, layers, Made.now(device))
 
 
 def table_bytes(tables: Sequence[RopeTable]) -> bytes:
@@ -108,15 +136,6 @@ def _on_host(table: RopeTable) -> RopeTable:
     if not isinstance(table, Frequencies):
         return table
     return Frequencies(table.inv_freq.float().cpu(), table.factor)
-
-
-def marked(device: torch.device) -> Any:
-    """On CUDA an event after all that the current stream was given."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
 
 
 def _copied(states: Tensor, device: torch.device) -> Tensor:
@@ -144,7 +163,7 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     with torch.no_grad():
         # The class's own: an instance's may be compiled, and would compile for every length.
         type(model).forward(model, input_ids=ids, **inputs)
-    return Chunk(key, tables, _kept(cache, rotation, key), marked(device))
+    return Chunk(key, tables, _kept(cache, rotation, key), Made.now(device))
 
 
 def check_ids(model: Any, parts: Iterable[Ids]) -> None:
