@@ -148,7 +148,8 @@ class TestOneArtefact:
                 k[:, :, 13:], v[:, :, 13:] = k[:, :, 13:] * 3, v[:, :, 13:] - 2
             other, changed = fn(later, fresh, chunks, mask, moved)
         assert torch.equal(turned, logits)
-        assert all(torch.equal(a, b) for a, b in zip(copies, (x for p in cached for x in p)))
+        now = [x for pair in cached for x in pair]
+        assert all(torch.equal(a, b) for a, b in zip(copies, now, strict=True))
         assert not torch.equal(other, logits)
         computed = (caches[2][1] != cached[2][1]).any(3).any(1)
         assert computed[:, :13].any()  # some rows before the change were recomputed, and saw none
