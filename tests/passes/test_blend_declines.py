@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
 from support.blend_models import blended, full, model_of, prompt_of
+from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils._pytree import tree_map_only
 
@@ -19,42 +19,6 @@ from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import blend, blend_emit
 from torch_cascade.passes.blend import BlendPass
-
-T, WIDTH = 14, 24
-
-
-class Plain(nn.Module):
-    """Three layers in plain torch; what follows the last one is given."""
-
-    def __init__(self, layers=3, then=lambda x: x[:, -1:]):
-        super().__init__()
-        torch.manual_seed(7)
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(layers))
-        self.then = then
-
-    def forward(self, x, cached, fresh, chunks=None, between=lambda x, layer: x):
-        for number, qkv in enumerate(self.qkv):
-            heads = qkv(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-            q, k, v = heads.unbind(0)
-            k, v = reuse_kv(k, v, *cached[number], fresh, chunks)
-            x = x + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            x = between(x, number)
-        return self.then(x)
-
-
-def inputs(batch=1, layers=3, tokens=T):
-    shape = batch, 2, tokens, WIDTH // 2
-    cached = [(torch.randn(shape), torch.randn(shape)) for _ in range(layers)]
-    fresh = torch.tensor([[tokens - 2, tokens - 1]]).repeat(batch, 1)
-    return torch.randn(batch, tokens, WIDTH), cached, fresh
-
-
-def compiled(model, *args, **options):
-    """The result, and the record of the blend."""
-    torch._dynamo.reset()
-    with torch.no_grad():
-        got = torch.compile(model, backend=eager_cascade(**{"decide": "always"} | options))(*args)
-    return got, last_compilation().blend
 
 
 def assert_declined(model, args, reason, detail="", **options):

@@ -1,15 +1,28 @@
 """Selectors: what they are told, what they choose, and what goes wrong."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
-from support.blend_models import (
-    blended,
-    expected,
-    model_of,
-    prompt_of,
-)
+from support.backend import last_compilation
+from support.blend_models import blended, expected, model_of, prompt_of
 from support.tolerance import assert_close_to_reference
 from transformers import DynamicCache
+
+from torch_cascade.compiler.option_values import SELECTORS
+from torch_cascade.compiler.options import Options
+from torch_cascade.compiler.pipeline import Pipeline
+from torch_cascade.compiler.record import Compilation
+from torch_cascade.compiler.report import Reason
+from torch_cascade.runtime.selection import (
+    BUILT_IN,
+    Facts,
+    Layer,
+    choose_rows,
+    chunk_offsets,
+    mean_attention,
+)
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]
 
@@ -169,10 +182,13 @@ def test_mean_attention():
     rows, mask = torch.tensor([[8, 2, 5]] * 2), torch.rand(2, 1, 3, 9) > 0.3
     mask[1, :, 1] = False  # this query sees nothing
     got = mean_attention(q, k, mask, rows, is_causal=True, scale=0.3)
-    scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) * 0.3
     seen = mask & (torch.arange(9) <= rows[:, None, :, None])
-    wanted = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0).mean((1, 2))
-    torch.testing.assert_close(got.double(), wanted, atol=1e-6, rtol=1e-5)
+
+    def plain(q, k):
+        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0).mean((1, 2))
+
+    assert_close_to_reference(got, plain(q, k), plain(q.double(), k.double()))
     flat = mask.transpose(0, 1).reshape(1, 6, 9)
     same = mean_attention(q, k, flat, rows, is_causal=True, scale=0.3, flat=True)
     assert torch.equal(same, got)
@@ -195,15 +211,16 @@ class Recency:
 
 class TestOfUsers:
     def test_it_chooses(self):
-        model = model_of("Llama", layers=3)
-        prompt = prompt_of(model, ROWS)
+        """At two layers: the second time it is told of the rows that were kept."""
+        prompt = prompt_of(model_of("Llama"), ROWS)
         options = {"check_layers": "0:.4,1:.15", "selector": Recency()}
-        got = blended(model, prompt, **options)
-        wanted, rows = expected(
-            model, prompt, {0: "0.4", 1: "0.15"}, metric=lambda n, k, *_: torch.arange(21.0)
-        )
-        assert rows[0] == list(range(13, 21)) and got.record.selector == "recency"
-        torch.testing.assert_close(got.logits, wanted.logits, atol=1e-5, rtol=1e-4)
+
+        def metric(n, k, *others):
+            return torch.arange(21.0)
+
+        rows = assert_chooses("Llama", prompt, metric, {0: "0.4", 1: "0.15"}, **options)
+        assert rows == [list(range(13, 21))] * 2
+        assert last_compilation().blend.selector == "recency"
 
     @pytest.mark.parametrize(
         ("selector", "message"),
