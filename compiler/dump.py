@@ -2,8 +2,8 @@
 
     report.json          all graphs of the folder; `compiler.summary` describes it. Its graphs have
                          "folder" instead of "before" and "after"
-    000/before.txt       the functional graph before the cascade pass
-    000/after.txt        after it
+    000/before.txt       the functional graph before the passes that rewrite it
+    000/after.txt        after them
     000/lowered.txt      after all passes: what Inductor generates code from
     000/graph.svg        picture of its attentions (if there are any after the cascade pass)
     000/graph.json       its entry in report.json
@@ -30,7 +30,12 @@ from torch_cascade.compiler.picture import picture
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.summary import graph_object, report_object
 
-_TEXTS = {"before": "before.txt", "cascade": "after.txt", "cleanup": "lowered.txt"}
+_TEXTS = {
+    "before": "before.txt",
+    "cascade": "after.txt",
+    "blend": "after.txt",  # over what was there after cascade
+    "cleanup": "lowered.txt",
+}
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ LEAVES = {
     for name in (
         "options",
         "option_values",
+        "inductor_options",
         "report",
         "record",
         "cost",

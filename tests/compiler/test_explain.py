@@ -349,7 +349,9 @@ def test_json_has_what_its_documentation_says_and_what_the_text_says():
     graph = content["graphs"][0]
     site = graph["sites"][0]
     documented = re.findall(r"^ {4,12}(\w+)\??  +\S", summary.__doc__, re.MULTILINE)
-    assert {*documented} == {*content, *graph, *site}
+    of_blend = {"layers", "reused", "stages"}
+    assert {*documented} == {*content, *graph, *site, *of_blend}
+    assert graph["blend"] is None
     assert graph["options"]["decide"] == "auto" and graph["seconds"]["total"] > 0
     assert (graph["before"], graph["after"]) == (
         report.compilations[0].before,

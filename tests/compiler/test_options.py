@@ -1,5 +1,6 @@
 """Options: precedence, parsing, what goes to Inductor, what is refused."""
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,15 @@ EVERY = {
     "decide": ("always", "always", "never", "never"),
     "guards": ("auto", "auto", "never", "never"),
     "batch_invariant": (True, True, "0", False),
+    "recompute_ratio": (0.1, Fraction(1, 10), "3/20", Fraction(3, 20)),
+    "check_layers": (
+        {1: 0.5, 2: "0.25"},
+        ((1, Fraction(1, 2)), (2, Fraction(1, 4))),
+        "2",
+        ((2, None),),
+    ),
+    "selector": (len, len, "KV", "kv"),
+    "min_tokens": (0, 0, "12", 12),
     "strict": ("yes", True, "off", False),
     "verify": (1, True, "false", False),
     "dump": ("graphs", Path("graphs"), "elsewhere", Path("elsewhere")),
@@ -49,6 +59,32 @@ def test_an_empty_variable_counts_as_unset(name, monkeypatch):
     assert Options.resolve()[0] == Options()
 
 
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [
+        ({}, ((1, Fraction(3, 20)),)),
+        ({"recompute_ratio": 0}, ((-1, 0),)),
+        ({"check_layers": -1}, ((-1, 0),)),
+        ({"check_layers": "-1:0"}, ((-1, 0),)),
+        ({"check_layers": {1: 0}}, ((-1, 0),)),
+        ({"check_layers": 3, "recompute_ratio": "0.3"}, ((3, Fraction(3, 10)),)),
+        ({"check_layers": " 2:.2, 1:.5"}, ((1, Fraction(1, 2)), (2, Fraction(1, 5)))),
+        ({"check_layers": {1: 0.5, 4: 0}}, ((1, Fraction(1, 2)), (4, 0))),
+    ],
+)
+def test_where_tokens_are_chosen(given, stages):
+    assert Options.resolve(given)[0].stages() == stages
+
+
+def test_options_as_a_user_writes_them():
+    chosen = {"check_layers": {1: 0.5, 2: Fraction(1, 3)}, "recompute_ratio": 0, "selector": len}
+    told = written(Options.resolve(chosen)[0])
+    assert (told["check_layers"], told["selector"]) == ("1:0.5,2:1/3", "len")
+    assert told["recompute_ratio"] == "0"
+    again = {"check_layers": told["check_layers"]}
+    assert Options.resolve(again)[0].check_layers == Options.resolve(chosen)[0].check_layers
+
+
 def test_no_pass_at_all_has_a_word(monkeypatch):
     monkeypatch.setenv("TORCH_CASCADE_PASSES", "none")
     assert Options.resolve()[0].passes == ()
@@ -82,7 +118,30 @@ BAD = [
     ("decide", "fast", "option 'decide': expected one of auto, always, never, got 'fast'"),
     ("decide", True, "expected one of auto, always, never, got True"),
     ("guards", "always", "option 'guards': expected one of auto, never, got 'always'"),
-    ("passes", "blend", r"expected passes of this version \(cascade\).* got 'blend'"),
+    ("passes", "mix", r"expected passes of this version \(cascade, blend\).* got 'mix'"),
+    (
+        "recompute_ratio",
+        "1.5",
+        "option 'recompute_ratio': expected a number from 0 to 1.* got '1.5'",
+    ),
+    ("recompute_ratio", -0.1, "from 0 to 1"),
+    ("recompute_ratio", "1/0", "from 0 to 1"),
+    ("recompute_ratio", True, "got True"),
+    ("recompute_ratio", float("nan"), "got nan"),
+    ("check_layers", {1: 0.1, 2: 0.5}, "expected layers with ratios that do not rise"),
+    ("check_layers", "1,2", "do not rise"),
+    ("check_layers", "1:0.5,1:0.2", "do not rise"),
+    ("check_layers", {-1: 0.15}, r"-1 \(full reuse\) only alone, with ratio 0"),
+    ("check_layers", {-1: 0, 1: 0}, "only alone"),
+    ("check_layers", {}, "got {}"),
+    ("check_layers", -2, "got -2"),
+    ("check_layers", [1], "got \\[1\\]"),
+    ("check_layers", {1.5: 0.1}, "got {1.5: 0.1}"),
+    ("min_tokens", -1, "expected a whole number, 0 or more, got -1"),
+    ("min_tokens", 2.0, "got 2.0"),
+    ("min_tokens", True, "got True"),
+    ("selector", "x", "expected one of v, k, kv, heads, random, attention, or a callable"),
+    ("selector", 3, "got 3"),
     ("passes", "", "got ''"),
     ("passes", [["cascade"]], "option 'passes'"),
     ("passes", 3, "got 3"),

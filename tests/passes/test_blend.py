@@ -14,10 +14,11 @@ from support.blend_models import (
     prefill_of,
     prompt_of,
 )
+from support.reuse_models import MarkedLayer
 from support.tolerance import assert_close_to_reference, max_error
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
-from torch_cascade import SharedPrefixCache
+from torch_cascade import SharedPrefixCache, reuse_kv
 from torch_cascade.compiler.backend import recent
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import token_attention
@@ -148,7 +149,8 @@ class TestOneArtefact:
                 k[:, :, 13:], v[:, :, 13:] = k[:, :, 13:] * 3, v[:, :, 13:] - 2
             other, changed = fn(later, fresh, chunks, mask, moved)
         assert torch.equal(turned, logits)
-        assert all(torch.equal(a, b) for a, b in zip(copies, (x for p in cached for x in p)))
+        now = [x for pair in cached for x in pair]
+        assert all(torch.equal(a, b) for a, b in zip(copies, now, strict=True))
         assert not torch.equal(other, logits)
         computed = (caches[2][1] != cached[2][1]).any(3).any(1)
         assert computed[:, :13].any()  # some rows before the change were recomputed, and saw none
@@ -203,3 +205,54 @@ class TestBothPasses:
             wanted = model(steps, past_key_values=naive).logits
         assert record.rewritten == 3 and record.blend is None
         assert max_error(decoded, wanted.double()) < 1e-5
+
+
+class _Behind(MarkedLayer):
+    """A layer that holds the first tokens already, exactly; the rest of the prompt is marked."""
+
+    def __init__(self, k, v, fresh, before):
+        super().__init__(k, v, fresh)
+        self.before = before
+
+    def update(self, k, v, *args, **kwargs):
+        k, v = reuse_kv(k, v, *self.cached)
+        self.keys = torch.cat([self.before[0], k], 2)
+        self.values = torch.cat([self.before[1], v], 2)
+        return self.keys, self.values
+
+    def get_seq_length(self):
+        return self.before[0].shape[2]
+
+    def get_mask_sizes(self, query_length):
+        return query_length + self.get_seq_length(), 0
+
+
+@pytest.mark.parametrize("ratio", [1, 0])
+def test_behind_tokens_that_are_in_the_cache(ratio):
+    """Rows count from the marked part, keys from the whole: a prefix of its own length between."""
+    model, model64, prefix = model_of("Llama"), model_of("Llama", torch.float64), 6
+    prompt = prompt_of(model, [[prefix, 9, 7, 5]])
+    fresh = prompt.fresh_rows - prefix
+
+    def behind(model, prompt, computed, fresh):
+        first = full(model, prompt).caches
+        pairs = [(k[:, :, prefix:], v[:, :, prefix:]) for k, v in prompt.cached]
+        heads = [(k[:, :, :prefix], v[:, :, :prefix]) for k, v in first]
+
+        def fn(ids, fresh, pairs, heads):
+            layers = [_Behind(k, v, fresh, b) for (k, v), b in zip(pairs, heads, strict=True)]
+            cache = Cache(layers=layers)
+            return model(ids, past_key_values=cache, logits_to_keep=1, use_cache=True).logits
+
+        run = torch.compile(fn, backend=eager_cascade(recompute_ratio=ratio, **FORCED))
+        with torch.no_grad():
+            return (run if computed else fn)(prompt.ids[:, prefix:], fresh, pairs, heads)
+
+    got = behind(model, prompt, True, fresh)
+    assert last_compilation().blend.layers[-1] == "reused"
+    if ratio == 1:
+        exact = full(model64, prompt.to(torch.float64)).logits
+        assert_close_to_reference(got, full(model, prompt).logits, exact)
+    else:  # the prefix was alone in its context, so all of it counts as cached
+        exact = expected(model64, prompt.to(torch.float64), {-1: 0})[0].logits
+        assert_close_to_reference(got, expected(model, prompt, {-1: 0})[0].logits, exact)

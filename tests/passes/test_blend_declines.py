@@ -4,13 +4,13 @@ import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
 from support.blend_models import blended, full, model_of, prompt_of
+from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
-from torch import nn
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.utils._pytree import tree_map_only
 
 from torch_cascade import explain, reuse_kv
-from torch_cascade.compiler.backend import CascadeError
 from torch_cascade.compiler.capture import capture
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.options import Options
@@ -19,42 +19,6 @@ from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import blend, blend_emit
 from torch_cascade.passes.blend import BlendPass
-
-T, WIDTH = 14, 24
-
-
-class Plain(nn.Module):
-    """Three layers in plain torch; what follows the last one is given."""
-
-    def __init__(self, layers=3, then=lambda x: x[:, -1:]):
-        super().__init__()
-        torch.manual_seed(7)
-        self.qkv = nn.ModuleList(nn.Linear(WIDTH, 3 * WIDTH) for _ in range(layers))
-        self.then = then
-
-    def forward(self, x, cached, fresh, chunks=None, between=lambda x, layer: x):
-        for number, qkv in enumerate(self.qkv):
-            heads = qkv(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-            q, k, v = heads.unbind(0)
-            k, v = reuse_kv(k, v, *cached[number], fresh, chunks)
-            x = x + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-            x = between(x, number)
-        return self.then(x)
-
-
-def inputs(batch=1, layers=3, tokens=T):
-    shape = batch, 2, tokens, WIDTH // 2
-    cached = [(torch.randn(shape), torch.randn(shape)) for _ in range(layers)]
-    fresh = torch.tensor([[tokens - 2, tokens - 1]]).repeat(batch, 1)
-    return torch.randn(batch, tokens, WIDTH), cached, fresh
-
-
-def compiled(model, *args, **options):
-    """The result, and the record of the blend."""
-    torch._dynamo.reset()
-    with torch.no_grad():
-        got = torch.compile(model, backend=eager_cascade(**{"decide": "always"} | options))(*args)
-    return got, last_compilation().blend
 
 
 def assert_declined(model, args, reason, detail="", **options):
@@ -72,16 +36,16 @@ def assert_declined(model, args, reason, detail="", **options):
 
 
 def _double(args):
-    return [
-        torch.utils._pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, a)
-        for a in args
-    ]
+    def double(x):
+        return x.double() if x.is_floating_point() else x
+
+    return tree_map_only(torch.Tensor, double, args)
 
 
 ALL = {
     "logits of all tokens": (lambda x: x * 2, "all of them"),
     "the first tokens": (lambda x: x[:, :3], "takes others"),
-    "one token in the middle": (lambda x: x[:, 5], "takes others"),
+    "a piece in the middle": (lambda x: x[:, 2:5], "takes others"),
     "tokens by an index": (lambda x: x[:, torch.tensor([3, 5])], "all of them"),
     "the last, and a mean": (lambda x: x[:, -1] + x.mean(1), "all of them"),
 }
@@ -107,6 +71,7 @@ EXITS = {
     "select": (lambda x: x[:, -1], 1),
     "from a number": (lambda x: x[:, T - 3 :], 3),
     "second to last": (lambda x: x[:, -2], 2),
+    "a token by its number": (lambda x: x[:, 5], T - 5),
     "several": (lambda x: (x[:, -1], x[:, -3:].sum(1), x[:, -1:].relu()), 3),
 }
 
@@ -162,15 +127,6 @@ def test_a_layer_that_is_not_there(stages):
 def test_layers_that_disagree():
     x, cached, fresh = inputs()
 
-    class Two(Plain):
-        def forward(self, x, cached, fresh, other):
-            x = super().forward(x, cached[:1], fresh) if False else x
-            return super().forward(x, cached, fresh if other is None else other + 0)
-
-    def prefill(x, cached, fresh):
-        model = Plain(layers=1, then=lambda x: x)
-        return model(model(x, cached[:1], fresh), cached[1:2], fresh + 0)[:, -1:]
-
     module = Plain(layers=2)
 
     def two(x, cached, fresh):
@@ -215,7 +171,7 @@ class TestFewTokens:
 
 
 def test_never_reports_only():
-    got, record = compiled(Plain(), *inputs(), decide="never")
+    _, record = compiled(Plain(), *inputs(), decide="never")
     assert record.declined.reason is Reason.NEVER
     assert record.stages[0].now == 2 + 2 and set(record.layers) == {"computed"}
 
@@ -245,7 +201,3 @@ class TestFailures:
         monkeypatch.setattr(blend, "emit_blend", lambda *a: 1 / 0)
         with pytest.raises(Exception, match="ZeroDivisionError"):
             compiled(Plain(), *inputs(), strict=True)
-
-
-def test_error_class():
-    assert issubclass(CascadeError, RuntimeError)

@@ -19,7 +19,7 @@ def assert_blend(got, family, prompt, stages, **options):
     for layers in zip(got.caches, eager.caches, exact.caches, strict=True):
         for actual, usual, wanted in zip(*layers, strict=True):
             assert_close_to_reference(actual, usual, wanted)
-    return exact
+    return exact, rows
 
 
 @pytest.mark.parametrize("family", REUSING)
@@ -28,7 +28,9 @@ def test_family(family):
     prompt = prompt_of(model, ROWS)
     got = blended(model, prompt)
     assert got.record.layers == ("computed", "checked", "reused")
-    exact = assert_blend(got, family, prompt, {1: "0.15"})
+    exact, rows = assert_blend(got, family, prompt, {1: "0.15"})
+    # What stands first was cached in the context it has here: no row is spent on it.
+    assert all(min(kept) >= parts[0] for kept, parts in zip(rows, ROWS, strict=True))
     # The approximation shows: neither full recompute nor full reuse passes for it.
     whole, reuse = full(model, prompt), expected(model, prompt, {-1: 0})[0]
     error = max_error(got.logits, exact.logits)

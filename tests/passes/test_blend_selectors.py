@@ -1,15 +1,28 @@
 """Selectors: what they are told, what they choose, and what goes wrong."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
-from support.blend_models import (
-    blended,
-    expected,
-    model_of,
-    prompt_of,
-)
+from support.backend import last_compilation
+from support.blend_models import blended, expected, model_of, prompt_of
 from support.tolerance import assert_close_to_reference
 from transformers import DynamicCache
+
+from torch_cascade.compiler.option_values import SELECTORS
+from torch_cascade.compiler.options import Options
+from torch_cascade.compiler.pipeline import Pipeline
+from torch_cascade.compiler.record import Compilation
+from torch_cascade.compiler.report import Reason
+from torch_cascade.runtime.selection import (
+    BUILT_IN,
+    Facts,
+    Layer,
+    choose_rows,
+    chunk_offsets,
+    mean_attention,
+)
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]
 
@@ -54,3 +67,188 @@ def test_the_attention_of_the_question(family, padding):
     chosen = assert_chooses(family, prompt, metric, selector="attention")
     plain = expected(model, prompt, {1: "0.15"})[1]
     assert chosen != plain
+
+
+def layer(length=13, batch=2, seed=5, dtype=torch.float32, **changes):
+    """Random keys and values at a check layer; two chunks, then two fresh tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch, 3, length, 4
+    tensors = [torch.randn(shape, generator=generator, dtype=dtype) for _ in range(4)]
+    fresh = torch.tensor([[length - 1, length - 2]]).repeat(batch, 1)
+    chunks = torch.tensor([[0] * 5 + [1] * (length - 7) + [-1] * 2]).repeat(batch, 1)
+    return Layer(*tensors, **{"fresh_rows": fresh, "chunks": chunks} | changes)
+
+
+def unknown():
+    raise AssertionError("nobody asked")
+
+
+def chosen(known, count, selector, exits=1):
+    index, places = choose_rows(known, count, exits, BUILT_IN.get(selector, selector), unknown)
+    assert torch.equal(index, index.sort(1).values)
+    whole = known.positions() if known.kept is None else known.kept
+    assert torch.equal(whole.gather(1, places), index)
+    return index.tolist()
+
+
+def test_names_are_those_of_the_option():
+    assert tuple(BUILT_IN) == SELECTORS
+
+
+@pytest.mark.parametrize("name", ["v", "k", "kv"])
+def test_deviations(name):
+    """Squared distances over heads and features, in float64; the largest first."""
+    known = layer()
+    k = ((known.k.double() - known.k_cached.double()) ** 2).sum((1, 3))
+    v = ((known.v.double() - known.v_cached.double()) ** 2).sum((1, 3))
+    scores = {"v": v, "k": k, "kv": k + v}[name]
+    for n, rows in enumerate(chosen(known, 5, name)):
+        best = sorted(range(11), key=lambda j: -scores[n, j])[:3]
+        assert rows == sorted([*best, 11, 12])
+
+
+def test_rotation_changes_no_choice_by_keys():
+    """A rotation of pairs keeps distances, so deviations before and after RoPE choose alike."""
+    known = layer(dtype=torch.float64)
+    angle = torch.arange(13, dtype=torch.float64)[:, None] * torch.tensor([1.0, 0.1])
+    turn = torch.polar(torch.ones_like(angle), angle)
+
+    def rotated(x):
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2, 2))) * turn).flatten(3)
+
+    turned = Layer(
+        rotated(known.k),
+        known.v,
+        rotated(known.k_cached),
+        known.v_cached,
+        known.fresh_rows,
+        known.chunks,
+    )
+    assert not torch.equal(turned.k, known.k)
+    assert chosen(turned, 6, "k") == chosen(known, 6, "k")
+
+
+def test_chunk_heads():
+    assert chosen(layer(), 6, "heads") == [[0, 1, 5, 6, 11, 12]] * 2
+    repeated = torch.tensor([[3, 3, 3, 3, 7, 7, 7, 3, 3, 3, 3, -1, -1]] * 2)
+    assert chosen(layer(chunks=repeated), 5, "heads") == [[0, 4, 7, 11, 12]] * 2
+    assert chunk_offsets(repeated)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 0, 1]
+
+
+def test_random_is_the_same_every_time_and_uniform():
+    known = layer(length=2001, batch=1, chunks=None)
+    rows = chosen(known, 402, "random")
+    assert rows == chosen(layer(length=2001, batch=1, chunks=None, seed=9), 402, "random")
+    counts = torch.histogram(torch.tensor(rows[0][:400]).double(), 5, range=(0, 2000)).hist
+    assert (counts - 80).abs().max() < 4 * math.sqrt(80 * 0.8)
+    other = chosen(layer(length=2001, batch=1, chunks=torch.ones(1, 2001).long()), 402, "random")
+    assert other != rows
+
+
+def test_what_is_forced_and_what_is_last():
+    """Fresh tokens and exits come before infinite scores, NaN counts as one; padding is last."""
+    known = layer(batch=1)
+    known.chunks[0, :3] = -1
+    known.v_cached[0, 0, 4, 0] = torch.nan
+    known.v_cached[0, 0, 7, 0] = torch.inf
+    known.v_cached[0, 0, 1, 0] = torch.inf
+    assert chosen(known, 4, "v") == [[4, 7, 11, 12]]
+    assert chosen(known, 4, "v", exits=4) == [[9, 10, 11, 12]]
+    assert set(range(3, 13)) <= set(chosen(known, 11, "v")[0])
+
+
+def test_equal_scores_keep_the_order_of_tokens():
+    known = layer()
+    assert (
+        chosen(known, 5, lambda facts: torch.zeros_like(facts.v_deviation))
+        == [[0, 1, 2, 11, 12]] * 2
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_deviations_of_short_dtypes_are_summed_in_float32(kind):
+    known = layer(dtype=torch.float32)
+    short = Layer(
+        *(x.mul(300).to(kind) for x in (known.k, known.v, known.k_cached, known.v_cached)),
+        known.fresh_rows,
+        known.chunks,
+    )
+    facts = short.facts(unknown)
+    assert facts.v_deviation.dtype == torch.float32 and torch.isfinite(facts.v_deviation).all()
+
+
+def test_mean_attention():
+    q, k = torch.randn(2, 6, 3, 4), torch.randn(2, 3, 9, 4)
+    rows, mask = torch.tensor([[8, 2, 5]] * 2), torch.rand(2, 1, 3, 9) > 0.3
+    mask[1, :, 1] = False  # this query sees nothing
+    got = mean_attention(q, k, mask, rows, is_causal=True, scale=0.3)
+    seen = mask & (torch.arange(9) <= rows[:, None, :, None])
+
+    def plain(q, k):
+        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0).mean((1, 2))
+
+    assert_close_to_reference(got, plain(q, k), plain(q.double(), k.double()))
+    flat = mask.transpose(0, 1).reshape(1, 6, 9)
+    same = mean_attention(q, k, flat, rows, is_causal=True, scale=0.3, flat=True)
+    assert torch.equal(same, got)
+
+
+class Recency:
+    """A selector of a user."""
+
+    name = "recency"
+
+    def __init__(self, key=None):
+        self.key = key
+
+    def uuid(self):
+        return self.key
+
+    def __call__(self, facts: Facts):
+        return facts.positions.float()
+
+
+class TestOfUsers:
+    def test_it_chooses(self):
+        """At two layers: the second time it is told of the rows that were kept."""
+        prompt = prompt_of(model_of("Llama"), ROWS)
+        options = {"check_layers": "0:.4,1:.15", "selector": Recency()}
+
+        def metric(n, k, *others):
+            return torch.arange(21.0)
+
+        rows = assert_chooses("Llama", prompt, metric, {0: "0.4", 1: "0.15"}, **options)
+        assert rows == [list(range(13, 21))] * 2
+        assert last_compilation().blend.selector == "recency"
+
+    @pytest.mark.parametrize(
+        ("selector", "message"),
+        [
+            (lambda facts: facts.nothing, "AttributeError"),
+            (lambda facts: facts.positions, "expected floating scores, got torch.int64"),
+            (lambda facts: 3, "expected floating scores, got int"),
+            (lambda facts: facts.v_deviation[:, 1:], r"expected scores \[2, 21\], got \[2, 20\]"),
+        ],
+    )
+    def test_its_faults_are_errors(self, selector, message):
+        model = model_of("Llama", layers=2)
+        prompt = prompt_of(model, ROWS)
+        with pytest.raises(Exception, match=f"SelectorError: selector <lambda>: {message}"):
+            blended(model, prompt, selector=selector, strict=False)
+
+    def test_it_is_in_the_key_of_caches_or_nothing_is_cached(self):
+        def key(selector):
+            return Pipeline(Options.resolve({"selector": selector})[0], Compilation()).uuid()
+
+        assert key(Recency()) is None and key(lambda facts: facts.v_deviation) is None
+        assert key("v") != key("k") and key("v") == key(" V ")
+        assert key(Recency("a")) == key(Recency("a")) != key(Recency("b"))
+
+
+def test_heads_without_chunks_are_declined():
+    model = model_of("Llama", layers=2)
+    prompt = prompt_of(model, ROWS)
+    got = blended(model, replace(prompt, chunks=None), selector="heads", strict=False)
+    assert got.record.declined.reason is Reason.SELECTOR
+    assert "heads needs chunks" in got.record.declined.detail
