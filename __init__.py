@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.summary import Report
     from torch_cascade.kernels.ops import reuse_kv
+    from torch_cascade.runtime.blend_cache import BlendCache
+    from torch_cascade.runtime.chunk_store import ChunkStore
     from torch_cascade.runtime.paged import PagePool
     from torch_cascade.runtime.paged_branches import PagedBranches
     from torch_cascade.runtime.prefix_cache import SharedPrefixCache
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "BlendCache",
+    "ChunkStore",
     "Options",
     "PagePool",
     "PagedBranches",
@@ -34,6 +38,8 @@ __all__ = [
 _HOMES = {
     "explain": "compiler.explain",
     "last_report": "compiler.explain",
+    "BlendCache": "runtime.blend_cache",
+    "ChunkStore": "runtime.chunk_store",
     "Options": "compiler.options",
     "reuse_kv": "kernels.ops",
     "PagePool": "runtime.paged",

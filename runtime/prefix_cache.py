@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from torch_cascade.runtime.blend_layers import BlendLayer
 from torch_cascade.runtime.prefix_layers import GrowingLayer, SharedPrefixLayer
 from torch_cascade.runtime.static_layer import StaticLayer
 
@@ -32,7 +33,13 @@ KeyValue: TypeAlias = tuple[Tensor, Tensor]
 _require: Callable[[bool], None] = torch._check  # torch leaves it untyped
 
 # Exactly these: subclasses (quantised, indexed) keep their tokens in some other form.
-_READABLE = (DynamicLayer, DynamicSlidingWindowLayer, HFStaticLayer, StaticSlidingWindowLayer)
+_READABLE = (
+    BlendLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    HFStaticLayer,
+    StaticSlidingWindowLayer,
+)
 
 
 class SharedPrefixCache(Cache):
@@ -80,7 +87,7 @@ class SharedPrefixCache(Cache):
         """Share what a prefill left behind.
 
         Args:
-            prefill_cache: a DynamicCache or StaticCache that holds at least one token a layer, or
+            prefill_cache: a DynamicCache, StaticCache or BlendCache that holds at least one token a layer, or
                 its content: one pair of keys [B, H, P, D] and values [B, H, P, Dv] a layer.
             branches: sequences that continue each of the B prompts.
             max_suffix: tokens a branch may add (the first uncached prompt token included); None

@@ -1,0 +1,270 @@
+"""`ChunkStore`: keys and values of text chunks, computed once and used in any prompt."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_cascade.runtime.blend_cache import BlendCache
+from torch_cascade.runtime.blended import Blended
+from torch_cascade.runtime.chunk_bring import bring
+from torch_cascade.runtime.chunk_files import ChunkFolder
+from torch_cascade.runtime.chunk_parts import (
+    Ids,
+    Layout,
+    Part,
+    flattened,
+    lay_out,
+    prompt_rows,
+    token_ids,
+)
+from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
+from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
+from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
+from torch_cascade.runtime.chunks import ChunkKey, capture, check_ids
+from torch_cascade.runtime.fingerprint import fingerprint, versions
+from torch_cascade.runtime.prefix_cache import cache_argument
+from torch_cascade.runtime.rotation import verify_rotation
+
+
+class ChunkStore:
+    """Keys and values of text chunks of one model: `add` a chunk once, `blend` it into any prompt.
+
+    A blended prompt is an ordinary input of the model. In eager mode it is computed in full. With
+    `torch.compile(model, backend="cascade")` the chunks' keys, rotated to their new positions, and
+    values are reused, and only some tokens are computed in the deeper layers.
+
+    Chunks are named by their token ids, the model (configuration and weights) and the tokens before
+    them when they were computed, so nothing is mistaken for something else, in no process. They are
+    kept in the GPU's memory, in the host's, and as files, each up to a budget of bytes; what was
+    not used for longest moves down and out. What is not on the model's device is loaded in a thread
+    of its own while the compiled model already computes its first layers.
+
+    A chunk used after the very tokens that it was computed after is exact. So is the first part of
+    any prompt, if it was added alone: that is how to reuse a common beginning, such as a system
+    prompt. `add(ids, context=...)` computes a chunk after other tokens.
+
+    Methods may be called from several threads, and a folder may be shared by several processes.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=64,
+        ...     num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> a, b, question = [5, 6, 7, 8], [9, 10, 11, 12, 13], [14, 15]
+        >>> store = ChunkStore(model)
+        >>> names = [store.add(a), store.add(b)]
+        >>> blended = store.blend([b, a, question])
+        >>> print(blended.report)
+        9 of 11 tokens have cached copies: 2,304 bytes from cpu
+          prompt 0, part 0: 5 of 5 tokens from cpu, exact
+          prompt 0, part 1: 4 of 4 tokens from cpu
+          prompt 0, part 2: 0 of 2 tokens from fresh
+        >>> model.generate(**blended, max_new_tokens=3, min_new_tokens=3).shape
+        torch.Size([1, 14])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        gpu_bytes: int | None = None,
+        cpu_bytes: int | None = None,
+        disk_bytes: int | None = None,
+        folder: str | Path | None = None,
+    ) -> None:
+        """Prove how the model rotates its keys, and open the folder.
+
+        Args:
+            model: a transformers decoder in evaluation mode, compiled or not. Its weights stay as
+                they are: a store of other weights is another store.
+            device: where the model is, if that is to be checked.
+            gpu_bytes: of keys and values in the memory of the model's device, if that is no CPU;
+                None for no limit, 0 for none.
+            cpu_bytes: likewise in the host's memory.
+            disk_bytes: likewise in the folder.
+            folder: keeps every chunk as a file, for later processes too; None for no files.
+
+        Raises:
+            TypeError: no transformers decoder, or a budget that is no integer.
+            ValueError: a budget that is negative or for what is not there; another device than the
+                model's, or several; nothing to keep chunks in.
+            RotationError: the model's keys cannot be moved.
+        """
+        self._model: Any = getattr(model, "_orig_mod", model)
+        self._device = _device_of(self._model, device)
+        check_budget("disk_bytes", disk_bytes)
+        if folder is None and disk_bytes:
+            raise ValueError(f"disk_bytes={disk_bytes}, but no folder")
+        tiers = make_tiers(self._device, gpu_bytes, cpu_bytes)
+        files = None if folder is None else ChunkFolder(Path(folder), disk_bytes)
+        if not tiers and files is None:
+            raise ValueError("every budget is 0 and there is no folder: nothing can be kept")
+        self._shelf = ChunkShelf(tiers, files)
+        self.rotation = verify_rotation(self._model)
+        # Of these only lookup tables are used, which no length changes.
+        self._tables = self.rotation.tables(1)
+        self._fingerprint = fingerprint(self._model)
+        self._versions = versions(self._model)
+        self._contexts: dict[Ids, list[Ids]] = {}
+        self._prefilling = threading.Lock()
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="torch_cascade.chunks")
+
+    def add(self, ids: Part, context: Part | None = None) -> str:
+        """Prefill a chunk, unless it is here already.
+
+        Args:
+            ids: its tokens, a list of integers or a tensor [T] or [1, T].
+            context: the tokens that it is to be computed after, at position 0; None to compute it
+                alone.
+
+        Returns:
+            Its name.
+
+        Raises:
+            TypeError: no token ids.
+            ValueError: none, or ids or a length that the model does not have.
+            RuntimeError: the model's weights have changed.
+            OSError: the folder cannot be written to.
+        """
+        self._check_weights()
+        before = () if context is None else token_ids(context, "context")
+        key = ChunkKey(self._fingerprint, token_ids(ids, "ids"), before)
+        with self._prefilling:
+            if not self._shelf.holds(key, self._tables):
+                self._shelf.put(capture(self._model, self.rotation, key))
+            known = self._contexts.setdefault(key.ids, [])
+            if before not in known:
+                known.append(before)
+        return key.name
+
+    def blend(
+        self, parts: Sequence[Part] | Sequence[Sequence[Part]], *, padding_side: str = "left"
+    ) -> Blended:
+        """A prompt put together from parts, cached or not, in any order, repeated or not.
+
+        Its forward is to be the model's next: with dynamic NTK the rotation depends on the longest
+        sequence that the model has seen.
+
+        Args:
+            parts: token ids of each part; or a list of such lists, a batch of prompts.
+            padding_side: where shorter prompts of a batch are padded.
+
+        Returns:
+            The inputs of the prefill, for `model.generate(**blended)` or `model(**blended)`.
+
+        Raises:
+            TypeError: no token ids.
+            ValueError: no parts, empty ones, or ids or a length that the model does not have.
+            RuntimeError: the model's weights have changed.
+        """
+        self._check_weights()
+        layout = lay_out(prompt_rows(parts), padding_side)
+        self._check_ids(layout)
+        already = len(self._shelf.refused)
+        found = [self._find_all(row) for row in layout.rows]
+        refused = tuple(self._shelf.refused[already:])
+        for reason in refused:
+            warnings.warn(f"a chunk is computed anew: {reason}", stacklevel=2)
+        plan = make_plan(layout, [[f and f[0] for f in row] for row in found])
+        return self._inputs(plan, blend_report(plan, found, refused))
+
+    def report(self) -> StoreReport:
+        """What is where, and how often it was found."""
+        shelf = self._shelf
+        tiers = [TierReport(t.name, len(t), t.used, t.budget, t.hits) for t in shelf.tiers]
+        if shelf.folder is not None:
+            sizes = shelf.folder.sizes()
+            budget = shelf.folder.budget
+            disk = TierReport("disk", len(sizes), sum(sizes.values()), budget, shelf.disk_hits)
+            tiers.append(disk)
+        return StoreReport(tuple(tiers), shelf.misses, tuple(shelf.refused))
+
+    def _find_all(self, row: Sequence[Ids]) -> list[tuple[Cached, str] | None]:
+        """The copies of a prompt's parts, with their tiers."""
+        tokens, starts = flattened(row), itertools.accumulate(map(len, row[:-1]), initial=0)
+        return [self._find(ids, tokens[:start]) for ids, start in zip(row, starts, strict=True)]
+
+    def _find(self, ids: Ids, before: Ids) -> tuple[Cached, str] | None:
+        """The best copy: after the same tokens, computed alone, or after others, in this order."""
+        contexts = dict.fromkeys((before, (), *self._contexts.get(ids, ())))
+        keys = [ChunkKey(self._fingerprint, ids, context) for context in contexts]
+        return self._shelf.find_first(keys, self._tables)
+
+    def _inputs(self, plan: Plan, report: BlendReport) -> Blended:
+        layout, device, pad = plan.layout, self._device, _pad_id(self._model)
+        ids = layout.ids(pad)
+        cache = BlendCache(self.rotation.layers)
+        if plan.reused:
+            length = max(layout.tokens(row) for row in range(len(layout.rows)))
+            reuse = reuse_of(plan, self.rotation, self.rotation.tables(length), device)
+            cached, load = bring(plan, len(self.rotation.layers), device, self._shelf)
+            cache = BlendCache(self.rotation.layers, cached, reuse, load)
+            if load is not None:
+                load.start(self._reader)
+        # Without a mask, generate() would take pad ids inside of a prompt for padding.
+        masked = layout.padded or bool((ids == pad).any())
+        placed = "position_ids" in inspect.signature(type(self._model).forward).parameters
+        return Blended(
+            ids.to(device),
+            cache,
+            report,
+            layout.mask().to(device) if masked else None,
+            layout.positions().to(device) if layout.padded and placed else None,
+            cache_argument(self._model),
+        )
+
+    def _check_weights(self) -> None:
+        if versions(self._model) != self._versions:
+            raise RuntimeError(
+                "the model's weights have changed or moved since the store was made, and what is "
+                "cached does not fit them: make another ChunkStore (it may use the same folder)"
+            )
+
+    def _check_ids(self, layout: Layout) -> None:
+        check_ids(self._model, (part for row in layout.rows for part in row))
+        bos = self._model.config.get_text_config().bos_token_id
+        inner = [
+            (n, i)
+            for n, row in enumerate(layout.rows)
+            for i in range(1, len(row))
+            if row[i][0] in (bos if isinstance(bos, list) else [bos])
+        ]
+        if inner:
+            prompt, part = inner[0]
+            warnings.warn(
+                f"part {part} of prompt {prompt} starts with the beginning-of-sequence token "
+                f"{bos}: tokenize all parts but the first with add_special_tokens=False",
+                stacklevel=3,
+            )
+
+
+def _device_of(model: Any, wanted: torch.device | str | None) -> torch.device:
+    devices: set[torch.device] = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"the model must be on one device, got {sorted(map(str, devices))}")
+    (device,) = devices
+    if wanted is not None:
+        asked = torch.device(wanted)
+        if asked.type != device.type or asked.index not in (None, device.index):
+            raise ValueError(f"device={asked}, but the model is on {device}")
+    return device
+
+
+def _pad_id(model: Any) -> int:
+    for config in (getattr(model, "generation_config", None), model.config):
+        pad = getattr(config, "pad_token_id", None)
+        if isinstance(pad, int):
+            return pad
+    return 0

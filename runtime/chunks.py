@@ -1,0 +1,174 @@
+"""Chunks: the keys and values that a prefill left for a piece of text, and what names them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_cascade.runtime.blend_layers import KeyValue
+from torch_cascade.runtime.chunk_parts import Ids
+from torch_cascade.runtime.positions import Frequencies, RopeTable
+from torch_cascade.runtime.prefix_cache import cache_argument
+from torch_cascade.runtime.rotation import ModelRotation
+
+from transformers.cache_utils import DynamicCache  # isort: skip  (blend_layers says what to install)
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """What a chunk's keys and values depend on.
+
+    Attributes:
+        model: fingerprint of the model that computed them.
+        ids: the chunk's tokens.
+        context: the tokens before it when it was computed; () for alone.
+    """
+
+    model: str
+    ids: Ids
+    context: Ids = ()
+
+    @property
+    def name(self) -> str:
+        """A name for the content: equal for equal content, in every process."""
+        digest = hashlib.sha256(self.model.encode())
+        for ids in (self.context, self.ids):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(array("q", ids).tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """A piece of text with the keys and values of all of its tokens. Never written again.
+
+    Attributes:
+        key: what they depend on.
+        tables: of the model's rotary embeddings when they were computed, on the CPU.
+        layers: keys [H, T, D], rotated for positions len(key.context) and on, and values
+            [H, T, Dv], a pair a layer.
+        ready: on CUDA, the event after which they are there.
+    """
+
+    key: ChunkKey
+    tables: tuple[RopeTable, ...]
+    layers: tuple[KeyValue, ...]
+    ready: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of keys and values."""
+        return sum(k.nbytes + v.nbytes for k, v in self.layers)
+
+    @property
+    def device(self) -> torch.device:
+        """Where keys and values are."""
+        return self.layers[0][0].device
+
+    def layer(self, index: int) -> KeyValue:
+        """Keys and values of a layer, for the current stream; not to be written."""
+        pair = self.layers[index]
+        if self.ready is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(self.ready)
+            for states in pair:
+                states.record_stream(stream)
+        return pair
+
+    def like(self, index: int) -> KeyValue:
+        """Tensors of the sizes and dtype of a layer's keys and values."""
+        return self.layers[index]
+
+    def copied_to(self, device: torch.device) -> Chunk:
+        """A copy; on the CPU in pinned memory where there is CUDA to read it."""
+        pairs = (self.layer(index) for index in range(len(self.layers)))
+        layers = tuple((_copied(k, device), _copied(v, device)) for k, v in pairs)
+        return Chunk(self.key, self.tables, layers, marked(device))
+
+
+def table_bytes(tables: Sequence[RopeTable]) -> bytes:
+    """Equal for tables of equal frequencies; `tables` on the CPU, so that nothing waits."""
+    return b"".join(
+        t.inv_freq.numpy().tobytes() + struct.pack("d", t.factor)
+        if isinstance(t, Frequencies)
+        else b"lookup"
+        for t in tables
+    )
+
+
+def _on_host(table: RopeTable) -> RopeTable:
+    if not isinstance(table, Frequencies):
+        return table
+    return Frequencies(table.inv_freq.float().cpu(), table.factor)
+
+
+def marked(device: torch.device) -> Any:
+    """On CUDA an event after all that the current stream was given."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _copied(states: Tensor, device: torch.device) -> Tensor:
+    pinned = device.type == "cpu" and states.is_cuda
+    out = torch.empty(states.shape, dtype=states.dtype, device=device, pin_memory=pinned)
+    return out.copy_(states, non_blocking=device.type == "cuda")
+
+
+def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
+    """Prefill a chunk after its context, in eager mode, and keep what the cache then holds of it.
+
+    Raises:
+        ValueError: the cache does not hold every token in every layer; a token id that the model
+            has not; or a context and chunk longer than the model's table of positions.
+    """
+    check_ids(model, (key.context, key.ids))
+    device = next(model.parameters()).device
+    ids = torch.tensor([*key.context, *key.ids], device=device)[None]
+    tables = tuple(_on_host(table) for table in rotation.tables(ids.shape[1]))
+    cache = DynamicCache()  # without config: its sliding layers would drop tokens
+    inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
+    accepted = inspect.signature(type(model).forward).parameters
+    if "logits_to_keep" in accepted:
+        inputs["logits_to_keep"] = 1
+    with torch.no_grad():
+        # The class's own: an instance's may be compiled, and would compile for every length.
+        type(model).forward(model, input_ids=ids, **inputs)
+    return Chunk(key, tables, _kept(cache, rotation, key), marked(device))
+
+
+def check_ids(model: Any, parts: Iterable[Ids]) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        ValueError: one is too large.
+    """
+    known = model.get_input_embeddings().weight.shape[0]
+    largest = max(max(ids, default=0) for ids in parts)
+    if largest >= known:
+        raise ValueError(f"the model has {known} token ids, got {largest}")
+
+
+def _kept(cache: Any, rotation: ModelRotation, key: ChunkKey) -> tuple[KeyValue, ...]:
+    start, length = len(key.context), len(key.context) + len(key.ids)
+    layers = cache.layers
+    if len(layers) != len(rotation.layers) or not all(x.is_initialized for x in layers):
+        raise ValueError(
+            f"the model wrote keys of {sum(x.is_initialized for x in layers)} of {len(layers)} "
+            f"layers, {len(rotation.layers)} were proved"
+        )
+    if any(layer.keys.shape[2] != length for layer in layers):
+        raise ValueError(f"the model's cache dropped some of {length} tokens")
+    layout = torch.contiguous_format
+    pairs = ((layer.keys[0, :, start:], layer.values[0, :, start:]) for layer in layers)
+    return tuple((k.clone(memory_format=layout), v.clone(memory_format=layout)) for k, v in pairs)
