@@ -15,6 +15,9 @@ from torch_cascade.runtime.chunk_store import ChunkStore
 
 CODES = ("interpreted", "inductor")
 
+Prompt = Sequence[Tensor]
+"""Token ids of its parts, int64 [T] each."""
+
 
 class Blender:
     """A model that reads prompts of cached chunks with one arm after the other."""
@@ -31,10 +34,11 @@ class Blender:
         self.store = ChunkStore(model)
         self._code = code
 
-    def compiled(self, arm: Arm) -> Callable[[Sequence[Tensor], int], Tensor]:
-        """(parts, n) -> logits of the last n tokens, float32 [n, V]; chunks are added if missing.
+    def compiled(self, arm: Arm) -> Callable[[Sequence[Prompt], int], Tensor]:
+        """(prompts, n) -> logits of the last n tokens, float32 [N, n, V].
 
-        All parts but the last are chunks. Compiled functions of earlier arms are dropped.
+        All parts of a prompt but the last are chunks; they are added if they are missing. Compiled
+        functions of earlier arms are dropped.
         """
         torch._dynamo.reset()
         options = {"decide": "always", "min_tokens": 1, "strict": True, **arm.options}
@@ -43,21 +47,21 @@ class Blender:
         else:
             model = torch.compile(self.model, backend=_interpreting(options))
 
-        def logits(parts: Sequence[Tensor], last: int) -> Tensor:
-            for part in parts[:-1]:
+        def logits(prompts: Sequence[Prompt], last: int) -> Tensor:
+            for part in (part for parts in prompts for part in parts[:-1]):
                 self.store.add(part)
-            blended = self.store.blend([part.tolist() for part in parts])
+            blended = self.store.blend([[x.tolist() for x in parts] for parts in prompts])
             with torch.no_grad():
                 out: Tensor = model(**blended, use_cache=True, logits_to_keep=last).logits
-            return out[0].float()
+            return out.float()
 
         return logits
 
     def eager(self, ids: Tensor, last: int) -> Tensor:
-        """Logits of the last tokens of a prompt [1, L] that is computed in full, float32 [n, V]."""
+        """Logits [N, n, V] of the last tokens of prompts [N, L], computed in full."""
         with torch.no_grad():
             out: Tensor = self.model(ids, use_cache=False, logits_to_keep=last).logits
-        return out[0].float()
+        return out.float()
 
 
 def _interpreting(options: dict[str, object]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torch_cascade.benchmarks import arms, models, quality_record, record, windows
+from torch_cascade.benchmarks.blended import CODES, Blender
 from torch_cascade.benchmarks.command import at_least_one
 from torch_cascade.benchmarks.quality_record import Quality
 
@@ -32,14 +33,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--text", type=Path, required=True, metavar="FILE", help=TEXT)
     made.add_argument("--model", default=models.PACKAGED, help="smollm2, or a checkpoint's folder")
     made.add_argument("--arms", nargs="+", choices=arms.NAMES, default=arms.NAMES, metavar="ARM")
-    made.add_argument("--ratios", nargs="+", type=_ratio, default=RATIOS, metavar="R")
+    made.add_argument("--ratios", nargs="+", type=ratio, default=RATIOS, metavar="R")
     made.add_argument("--kinds", nargs="+", choices=windows.KINDS, default=windows.KINDS)
     made.add_argument("--windows", type=at_least_one, default=24, help="of each kind (24)")
     made.add_argument("--chunks", type=at_least_one, default=4, help="of each window (4)")
     made.add_argument("--tokens", type=at_least_one, default=192, help="of each chunk (192)")
     made.add_argument("--fresh", type=at_least_one, default=64, help="tokens after them (64)")
     made.add_argument("--seed", type=int, default=0, help="of the choice of windows")
-    made.add_argument("--code", choices=("interpreted", "inductor"), default="interpreted")
+    made.add_argument("--code", choices=CODES, default=CODES[0])
     made.add_argument("--seconds", type=float, help="start no new arm after so many")
     made.add_argument("--device", help="default: cuda if there is one, else cpu")
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
@@ -47,14 +48,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _ratio(text: str) -> Fraction:
+def ratio(text: str) -> Fraction:
+    """A share above 0 and below 1.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
     try:
-        ratio = Fraction(text)
+        share = Fraction(text)
     except (ValueError, ZeroDivisionError):
-        ratio = Fraction(0)
-    if not 0 < ratio < 1:
+        share = Fraction(0)
+    if not 0 < share < 1:
         raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {text}")
-    return ratio
+    return share
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,8 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     from rich.console import Console
-
-    from torch_cascade.benchmarks.blended import Blender
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     console = Console(width=max(120, Console().width))
@@ -118,10 +122,10 @@ def _measure_all(
 class _Measure:
     """Every window with one arm, against the same windows computed in full."""
 
-    def __init__(self, blender: Any, found: dict[str, list[windows.Window]]) -> None:
+    def __init__(self, blender: Blender, found: dict[str, list[windows.Window]]) -> None:
         self.blender, self.windows = blender, found
         self.full = {
-            kind: [blender.eager(w.ids, len(w.fresh)) for w in those]
+            kind: [blender.eager(w.ids, len(w.fresh))[0] for w in those]
             for kind, those in found.items()
         }
 
@@ -131,7 +135,7 @@ class _Measure:
         for kind, those in self.windows.items():
             samples: dict[str, list[float]] = {}
             for window, full in zip(those, self.full[kind], strict=True):
-                got = logits(window.parts, len(window.fresh))
+                got = logits([window.parts], len(window.fresh))[0]
                 for name, value in quality_record.compare(got, full, window.fresh).items():
                     samples.setdefault(name, []).append(value)
             lines.append(quality_record.Line(kind, arm.name, str(arm.ratio), arm.options, samples))
