@@ -62,7 +62,7 @@ def test_the_attention_of_the_question(family, padding):
     mean = [seen[n][:, prompt.fresh_rows[n]].mean((0, 1)) for n in range(len(rows))]
 
     def metric(n, k, v, k_cached, v_cached):
-        return mean[n].to(v) * ((v - v_cached) ** 2).sum((0, 2)).sqrt()
+        return mean[n].to(v) * ((v - v_cached) ** 2).sum((0, 2))
 
     chosen = assert_chooses(family, prompt, metric, selector="attention")
     plain = expected(model, prompt, {1: "0.15"})[1]

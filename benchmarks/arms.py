@@ -1,0 +1,119 @@
+"""Ways to reuse cached chunks, and how much of a prompt each of them computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+FULL = "full"
+REUSE = "reuse"
+CHECK = 1
+"""The layer where plain selectors choose: the first whose keys depend on other tokens."""
+
+PLAIN = ("random", "heads", "k", "v", "kv", "attention")
+GRADUAL = {
+    "gradual v": ("v", {1: Fraction(2), 2: Fraction(4, 3), 3: None}),
+    "gradual attention": ("attention", {1: Fraction(7, 3), 3: None}),
+}
+"""Selector, and the ratio at each check layer as a multiple of the arm's; None: what is left."""
+
+NAMES = (*PLAIN, *GRADUAL)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to reuse.
+
+    Attributes:
+        name: for tables.
+        ratio: of the cached tokens, computed again in a layer, on average as `rows` says.
+        options: of `torch.compile(..., backend="cascade")`.
+    """
+
+    name: str
+    ratio: Fraction
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        """Name and ratio."""
+        return f"{self.name} {float(self.ratio):g}"
+
+
+def reuse() -> Arm:
+    """Nothing is computed again."""
+    return Arm(REUSE, Fraction(0), {"recompute_ratio": "0"})
+
+
+def full() -> Arm:
+    """Everything is, by way of the pass: what is left is rounding."""
+    return Arm(FULL, Fraction(1), {"recompute_ratio": "1"})
+
+
+def arm(name: str, ratio: Fraction, layers: int) -> Arm:
+    """The arm of that name at a ratio.
+
+    Args:
+        name: one of `NAMES`.
+        ratio: above 0, below 1.
+        layers: of the model.
+    """
+    if name in PLAIN:
+        return Arm(name, ratio, {"selector": name, "check_layers": {CHECK: str(ratio)}})
+    selector, multiples = GRADUAL[name]
+    stages = gradual(multiples, ratio, layers)
+    written = {layer: str(value) for layer, value in stages.items()}
+    return Arm(name, ratio, {"selector": selector, "check_layers": written})
+
+
+def rows(stages: dict[int, Fraction], layers: int) -> Fraction:
+    """Cached rows computed, summed over layers, as a multiple of the cached tokens.
+
+    Layers before the first check compute all. From a check layer on the kept ones count (of a check
+    layer itself keys and values are computed for the rows before it, which is not counted).
+
+    Example:
+        >>> rows({1: Fraction(1, 4)}, 5), rows({1: Fraction(1, 2), 3: Fraction(1, 10)}, 5)
+        (Fraction(2, 1), Fraction(11, 5))
+    """
+    checks = sorted(stages)
+    ends = [*checks[1:], layers]
+    kept = [stages[check] * (end - check) for check, end in zip(checks, ends, strict=True)]
+    return checks[0] + sum(kept, Fraction(0))
+
+
+def gradual(
+    multiples: dict[int, Fraction | None], ratio: Fraction, layers: int
+) -> dict[int, Fraction]:
+    """Ratios at several check layers that compute as many rows as `{1: ratio}` does.
+
+    Args:
+        multiples: for each check layer its ratio as a multiple of `ratio`, cut to 1; None for the
+            last, which takes what is left.
+        ratio: of the single check.
+        layers: of the model.
+
+    Raises:
+        ValueError: the model has too few layers, or nothing is left.
+
+    Example:
+        >>> gradual({1: Fraction(2), 3: None}, Fraction(1, 10), 11)
+        {1: Fraction(1, 5), 3: Fraction(3, 40)}
+    """
+    *earlier, last = sorted(multiples)
+    if last >= layers:
+        raise ValueError(f"check layer {last} of a model of {layers} layers")
+    stages = {x: min(Fraction(1), (multiples[x] or Fraction(0)) * ratio) for x in earlier}
+    used = rows(stages | {last: Fraction(0)}, layers)
+    left = rows({CHECK: ratio}, layers) - used
+    stages[last] = left / (layers - last)
+    if not 0 < stages[last] <= stages[earlier[-1]]:
+        raise ValueError(f"check layers {multiples} leave {left} of ratio {ratio}")
+    return stages
+
+
+def all_arms(names: Sequence[str], ratios: Sequence[Fraction], layers: int) -> list[Arm]:
+    """Reuse, full, then ratio by ratio every named arm that the model has layers for."""
+    layered = [x for x in names if layers > (max(GRADUAL[x][1]) if x in GRADUAL else CHECK) + 1]
+    return [reuse(), full(), *(arm(x, ratio, layers) for ratio in ratios for x in layered)]
