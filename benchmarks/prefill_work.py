@@ -85,18 +85,18 @@ def full_work(shapes: Shapes, tokens: int, ceilings: Ceilings) -> Floor:
 def blend_work(shapes: Shapes, rows: Rows, ceilings: Ceilings) -> Floor:
     """Layers above the check layer in full, of that one the keys and values, then some rows.
 
-    A row's attention reads the keys before it; those that are chosen are taken to lie evenly.
+    A row's attention reads the keys before it. The question stands last; of the tokens before it,
+    those that are chosen are taken to lie evenly.
     """
     whole = max(rows.check, 0)
     below = shapes.layers - whole
     checked = 2 * shapes.kv_weights * (rows.tokens - rows.kept) if rows.check >= 0 else 0
     linear = 2 * shapes.weights * (whole * rows.tokens + below * rows.kept) + checked
-    seen = (rows.tokens + 1) / 2
-    fresh_seen = rows.tokens - (rows.fresh - 1) / 2  # the question stands last
-    chosen = rows.kept - rows.fresh
-    pairs = whole * rows.tokens * seen + below * (chosen * seen + rows.fresh * fresh_seen)
+    cached = rows.tokens - rows.fresh
+    every = rows.tokens * (rows.tokens + 1) / 2
+    question = every - cached * (cached + 1) / 2
+    pairs = whole * every + below * ((rows.kept - rows.fresh) * (cached + 1) / 2 + question)
     attention = 4 * shapes.heads * shapes.dim * pairs
     weights = (shapes.layers * shapes.weights + shapes.table) * shapes.element
-    cached = shapes.kv_bytes(rows.tokens - rows.fresh)  # read where they are cached
-    moved = weights + cached + shapes.kv_bytes(rows.tokens)
+    moved = weights + shapes.kv_bytes(cached) + shapes.kv_bytes(rows.tokens)
     return Floor.of(moved, linear + attention + 2 * shapes.table, ceilings)
