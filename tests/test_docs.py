@@ -137,7 +137,11 @@ def tracked_text() -> dict[str, str]:
     if run.returncode != 0:
         pytest.skip("not a git checkout")
     files = [ROOT / name for name in run.stdout.decode().split("\0") if name]
-    return {str(f.relative_to(ROOT)): f.read_text(encoding="utf-8") for f in files if f.is_file()}
+    return {
+        str(f.relative_to(ROOT)): f.read_text(encoding="utf-8", errors="replace")
+        for f in files
+        if f.is_file()
+    }
 
 
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|work|farm|Users|mnt|opt|tmp)/[\w.]")
