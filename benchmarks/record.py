@@ -84,7 +84,7 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """For `json.dumps`."""
-        content = asdict(self) | {"versions": versions(), "command": shlex.join(sys.argv)}
+        content = asdict(self) | {"versions": versions(), "command": command(sys.argv)}
         return {"schema": 1} | content
 
     def write(self, path: Path) -> None:
@@ -97,6 +97,12 @@ class Record:
         draft = path.with_suffix(".part")
         draft.write_text(json.dumps(self.to_json(), indent=1, default=str) + "\n")
         os.replace(draft, path)
+
+
+def command(arguments: Sequence[str]) -> str:
+    """A command line without folders of the machine that it ran on."""
+    named = (Path(a).name if Path(a).is_absolute() else a for a in arguments)
+    return shlex.join(named)
 
 
 def describe(device: torch.device) -> str:

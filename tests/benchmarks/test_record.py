@@ -162,3 +162,8 @@ def test_the_fastest_of_some():
 def test_where_results_go():
     path = record.default_path("attention", torch.device("cpu"))
     assert path.parent == record.RESULTS and path.name.startswith("attention-cpu-2")
+
+
+def test_a_command_names_no_folder_of_the_machine():
+    ran = ["/somewhere/benchmarks/ttft.py", "--json", "/elsewhere/a b.json", "--model", "a/b"]
+    assert record.command(ran) == "ttft.py --json 'a b.json' --model a/b"
