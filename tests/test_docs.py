@@ -151,6 +151,7 @@ KNOWN_HOSTS = {
     "docs.pytorch.org",
     "github.com",
     "huggingface.co",
+    "matplotlib.org",
     "www.apache.org",
     "www.w3.org",
 }
