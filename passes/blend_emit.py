@@ -18,13 +18,8 @@ from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
 from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
-from torch_cascade.runtime.selection import (
-    Layer,
-    Selector,
-    SelectorError,
-    choose_rows,
-    mean_attention,
-)
+from torch_cascade.runtime.row_choice import Layer, choose_rows, mean_attention
+from torch_cascade.runtime.selection import Selector, SelectorError
 
 
 def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Sizes) -> None:

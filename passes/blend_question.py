@@ -39,7 +39,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Asked:
-    """The same, written: the arguments of `runtime.selection.mean_attention`.
+    """The same, written: the arguments of `runtime.row_choice.mean_attention`.
 
     `mask` has all batch rows' queries in dim 2 where `flat`.
     """

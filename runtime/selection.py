@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-Size = int | torch.SymInt
 
 
 class SelectorError(ValueError):
@@ -124,185 +122,12 @@ def _hashed(x: Tensor) -> Tensor:
     return (x >> 8).to(torch.float32) * 2.0**-24
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Keys and values at a check layer.
-
-    Attributes:
-        k, v: fresh, [N, H, L, D], or [N, H, K, D] for the rows that an earlier check kept.
-        k_cached, v_cached: [N, H, L, D].
-        fresh_rows, chunks: as in `reuse_kv`.
-        kept: int64 [N, K], ascending: which tokens the rows are; None for all.
-    """
-
-    k: Tensor
-    v: Tensor
-    k_cached: Tensor
-    v_cached: Tensor
-    fresh_rows: Tensor
-    chunks: Tensor | None = None
-    kept: Tensor | None = None
-
-    def facts(self, attention: Callable[[], Tensor]) -> Facts:
-        """What selectors are told; `attention` is over all L keys."""
-        positions = self.positions()
-        offsets = None if self.chunks is None else chunk_offsets(self.chunks)
-        return Facts(
-            k_deviation=_deviation(self.k, self._rows(self.k_cached)),
-            v_deviation=_deviation(self.v, self._rows(self.v_cached)),
-            positions=positions if self.kept is None else self.kept,
-            chunks=None if self.chunks is None else self._kept(self.chunks),
-            offsets=None if offsets is None else self._kept(offsets),
-            attention=lambda: self._kept(attention()),
-        )
-
-    def positions(self) -> Tensor:
-        """int64 [N, L]: 0 to L - 1."""
-        batch, _, length, _ = self.k_cached.shape
-        return torch.arange(length, device=self.k.device).expand(batch, length)
-
-    def ranked(self, scores: Tensor, exits: int) -> Tensor:
-        """Rows in the order in which they are to be recomputed, int64 like the scores.
-
-        Fresh tokens and the last `exits` come first, padding (no chunk, not fresh) last; NaN counts
-        as the largest score. Equal scores keep the order of the tokens.
-        """
-        top = torch.finfo(scores.dtype).max
-        scores = torch.nan_to_num(scores, nan=top, posinf=top, neginf=-top)
-        if self.chunks is not None:
-            scores = scores.masked_fill(self._kept(self.chunks) < 0, -torch.inf)
-        positions = self.positions()
-        forced = torch.zeros_like(positions, dtype=torch.bool).scatter(1, self.fresh_rows, True)
-        forced = forced | (positions >= positions.shape[1] - exits)
-        scores = scores.masked_fill(self._kept(forced), torch.inf)
-        return scores.sort(dim=1, descending=True, stable=True).indices
-
-    def _rows(self, x: Tensor) -> Tensor:
-        if self.kept is None:
-            return x
-        index = self.kept[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-        return x.gather(2, index)
-
-    def _kept(self, x: Tensor) -> Tensor:
-        return x if self.kept is None else x.gather(1, self.kept)
-
-
-def choose_rows(
-    layer: Layer,
-    count: Size,
-    exits: int,
-    selector: Selector | None,
-    attention: Callable[[], Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The rows to compute from a check layer on.
-
-    Args:
-        layer: its keys and values.
-        count: K, how many; not fewer than the fresh tokens and the exits.
-        exits: how many of the last tokens are asked for.
-        selector: gives the scores; None where only fresh tokens and exits are wanted.
-        attention: see `Facts`, over all L keys.
-
-    Returns:
-        int64 [N, K] twice, ascending: the tokens, and their places among the rows of the layer (the
-        same where the layer has all rows).
-
-    Raises:
-        SelectorError: the selector raised, or gave no scores.
-    """
-    if selector is None:
-        scores = layer.positions().to(torch.float32) * 0.0
-    else:
-        scores = _scores(selector, layer.facts(attention))
-    ranked = layer.ranked(scores, exits)
-    first = torch.arange(cast("int", count), device=ranked.device).expand(ranked.shape[0], count)
-    places = ranked.gather(1, first).sort(dim=1).values
-    return (places if layer.kept is None else layer.kept.gather(1, places)), places
-
-
-def _scores(selector: Selector, facts: Facts) -> Tensor:
-    name = selector_name(selector)
-    try:
-        scores = selector(facts)
-    except Exception as error:
-        raise SelectorError(f"selector {name}: {type(error).__name__}: {error}") from error
-    wanted = facts.v_deviation
-    if not isinstance(scores, Tensor) or not scores.is_floating_point():
-        got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-        raise SelectorError(f"selector {name}: expected floating scores, got {got}")
-    if tuple(scores.shape) != tuple(wanted.shape):
-        sizes = f"{list(wanted.shape)}, got {list(scores.shape)}"
-        raise SelectorError(f"selector {name}: expected scores {sizes}")
-    return scores
-
-
 def selector_name(selector: object) -> str:
     """What reports call a selector."""
     if isinstance(selector, str):
         return selector
     named = getattr(selector, "name", None) or getattr(selector, "__name__", None)
     return str(named or type(selector).__name__)
-
-
-def chunk_offsets(chunks: Tensor) -> Tensor:
-    """How many tokens of its chunk stand before each token, int64 [N, L].
-
-    Example:
-        >>> chunk_offsets(torch.tensor([[4, 4, 4, 7, 7, -1]]))
-        tensor([[0, 1, 2, 0, 1, 0]])
-    """
-    position = torch.arange(chunks.shape[1], device=chunks.device).expand_as(chunks)
-    before = torch.cat([chunks[:, :1] - 1, chunks[:, :-1]], 1)
-    starts = torch.where(chunks != before, position, 0)
-    return position - torch.cummax(starts, 1).values
-
-
-def mean_attention(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    fresh_rows: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    flat: bool = False,
-) -> Tensor:
-    """The mean probability that some queries give each key, [N, L].
-
-    Args:
-        q: queries of the fresh tokens [N, Hq, F, D].
-        k: keys [N, Hkv, L, D]; query head h reads key head h // (Hq // Hkv).
-        mask: broadcastable to [N, Hq, F, L], as in SDPA.
-        fresh_rows: int64 [N, F], positions of the queries.
-        is_causal: key j is visible to a query at or after it only.
-        scale: factor of the scores; None for 1/sqrt(D).
-        flat: the mask is [.., N * F, L], with the queries of all batch rows.
-    """
-    if mask is not None and flat:
-        mask = mask.reshape(-1, *fresh_rows.shape, mask.shape[-1]).transpose(0, 1)
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    heads, kv_heads = q.shape[1], k.shape[1]
-    q, k = q.to(kind).contiguous(), k.to(kind)
-    grouped = q.view(q.shape[0], kv_heads, heads // kv_heads, *q.shape[2:])
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (grouped @ k[:, :, None].transpose(-1, -2) * factor).flatten(1, 2)
-    if is_causal:
-        keys = torch.arange(k.shape[2], device=k.device)
-        visible = keys <= fresh_rows[:, None, :, None]
-        scores = scores.masked_fill(~visible, -torch.inf)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        scores = scores + mask.to(kind)
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
-    total = weights.sum(-1, keepdim=True)
-    return (weights / torch.where(total == 0, 1.0, total)).mean((1, 2))
-
-
-def _deviation(fresh: Tensor, cached: Tensor) -> Tensor:
-    kind = torch.float64 if fresh.dtype == torch.float64 else torch.float32
-    return (fresh.to(kind) - cached.to(kind)).square().sum((1, 3))
 
 
 def resolve(selector: str | Selector) -> Selector:

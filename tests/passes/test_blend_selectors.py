@@ -15,14 +15,8 @@ from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pipeline import Pipeline
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
-from torch_cascade.runtime.selection import (
-    BUILT_IN,
-    Facts,
-    Layer,
-    choose_rows,
-    chunk_offsets,
-    mean_attention,
-)
+from torch_cascade.runtime.row_choice import Layer, choose_rows, chunk_offsets, mean_attention
+from torch_cascade.runtime.selection import BUILT_IN, Facts
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]
 
