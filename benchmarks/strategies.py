@@ -130,7 +130,9 @@ def gpu_calls(inputs: Inputs) -> dict[str, Call]:
             NAIVE: _sdpa(inputs, k, v),
             LEVELS: _attend(inputs, [_level(inputs.prefix, shape.batch)]),
         }
-    calls = {NAIVE: lambda: _sdpa(inputs, *_copied(inputs))(), LEVELS: _levels(inputs)}
+    calls = {NAIVE: lambda: _sdpa(inputs, *_copied(inputs))()}
+    if is_shared(shape):
+        calls[LEVELS] = _levels(inputs)
     calls[COPY] = lambda: _copied(inputs)[0]
     k, v = _copied(inputs)
     calls[SDPA] = _sdpa(inputs, k, v)
@@ -140,12 +142,17 @@ def gpu_calls(inputs: Inputs) -> dict[str, Call]:
     return calls
 
 
+def is_shared(shape: Shape) -> bool:
+    """One branch of each request and no root: there is nothing that a cascade could share."""
+    return shape.branches > 1 or shape.root > 0
+
+
 def cpu_calls(inputs: Inputs) -> dict[str, Call]:
     """Every strategy on a CPU, compiled."""
-    return {
-        NAIVE: compiled(inputs, "inductor"),
-        LEVELS: compiled(inputs, "cascade", {"decide": "always", "strict": True}),
-    }
+    calls = {NAIVE: compiled(inputs, "inductor")}
+    if is_shared(inputs.shape):
+        calls[LEVELS] = compiled(inputs, "cascade", {"decide": "always", "strict": True})
+    return calls
 
 
 def _sdpa(inputs: Inputs, k: Tensor, v: Tensor) -> Call:

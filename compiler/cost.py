@@ -1,21 +1,37 @@
-"""Does a rewrite pay: bytes of each strategy as sympy expressions, and the one guard we ever add.
+"""What each way to compute one attention takes: the numbers of a call put into the formulas.
 
-Both sides of a decision compute the same function, so it concerns speed only. Where the sizes do
-not settle it, the comparison itself becomes a guard (`guards="auto"`): sizes on the same side
-share one artefact, and a size that crosses compiles the other side once.
+A way is "plain" (the graph as it is), or a cascade of levels: one `attend` a segment of keys, and a
+merge. `price` prices both for numbers; symbolic sizes are a matter of `compiler/decide.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
 
 import sympy
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.numbers import int_oo
+import torch
 
-from torch_cascade.compiler.graph import Size, Sizes
-from torch_cascade.compiler.options import Options
-from torch_cascade.compiler.report import Reason
+from torch_cascade.compiler import cost_terms as terms
+from torch_cascade.compiler.cost_terms import Kernel, PartSymbols
+from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.graph import Size
+from torch_cascade.kernels.launch_config import (
+    DeviceLimits,
+    LaunchConfig,
+    SlotShape,
+    Widths,
+    attend_config,
+)
+
+# torch/aten/native/cpu/FlashAttentionKernel.cpp: query rows of a block, by number of rows.
+_CPU_BLOCKS = ((768, 256), (192, 64), (0, 32))
+# glibc gives anything larger back to the system when it is freed (M_MMAP_THRESHOLD_MAX).
+_KEPT_BYTES = 32 * 2**20
+# Tiles of torch's own attention (FlashAttention 2), rows and keys, and programs a multiprocessor.
+_LIBRARY_TILE = (64, 128)
 
 
 @dataclass(frozen=True)
@@ -28,13 +44,17 @@ class KeyRun:
 
 @dataclass(frozen=True)
 class Work:
-    """The sizes of one attention that matter for its traffic.
+    """The sizes of one attention that matter for its time.
 
     Attributes:
         batch, heads, q_len: the query rows N, query heads and tokens a row.
         kv_heads: heads of the base K and V.
-        token_bytes: bytes of one token's K and V in one head.
-        partial_bytes: bytes of one partial result: a float32 row of V and its log-sum-exp.
+        naive_heads: heads of K and V as the graph hands them to attention.
+        d_k, d_v: features of keys and values.
+        q_bytes, kv_bytes: bytes of an element of q, and of K and V where they are stored.
+        dtype: of q, "bfloat16" and so on.
+        copied: the graph writes K and V for every branch; False where it only views them.
+        device: where it runs.
         runs: the segments.
     """
 
@@ -42,9 +62,25 @@ class Work:
     heads: Size
     q_len: Size
     kv_heads: Size
-    token_bytes: Size
-    partial_bytes: Size
+    naive_heads: Size
+    d_k: Size
+    d_v: Size
+    q_bytes: int
+    kv_bytes: int
+    dtype: str
+    copied: bool
+    device: torch.device
     runs: tuple[KeyRun, ...]
+
+    @property
+    def token_bytes(self) -> Size:
+        """Bytes of one token's K and V in one head."""
+        return (self.d_k + self.d_v) * self.kv_bytes
+
+    @property
+    def acc_bytes(self) -> int:
+        """Bytes of an element of a partial result."""
+        return 8 if self.q_bytes == 8 else 4
 
     def naive_bytes(self) -> Size:
         """KV bytes that attention over the expanded batch reads."""
@@ -55,79 +91,221 @@ class Work:
         """KV bytes read once a row, plus each partial result written and read."""
         tokens = sum((run.rows * run.length for run in self.runs), sympy.Integer(0))
         partials = len(self.runs) if len(self.runs) > 1 else 0
-        merged = 2 * partials * self.batch * self.heads * self.q_len * self.partial_bytes
+        row = self.acc_bytes * (self.d_v + 1)
+        merged = 2 * partials * self.batch * self.heads * self.q_len * row
         return self.kv_heads * self.token_bytes * tokens + merged
+
+    def sizes(self) -> tuple[Size, ...]:
+        """Every size that may be symbolic."""
+        runs = [size for run in self.runs for size in (run.rows, run.length)]
+        own = (self.batch, self.heads, self.q_len, self.kv_heads, self.naive_heads)
+        return (*own, self.d_k, self.d_v, *runs)
+
+    def at(self, number: Callable[[Size], int]) -> Work:
+        """The same with every size replaced by a number."""
+        names = ("batch", "heads", "q_len", "kv_heads", "naive_heads", "d_k", "d_v")
+        runs = tuple(KeyRun(number(run.rows), number(run.length)) for run in self.runs)
+        return replace(self, **{n: number(getattr(self, n)) for n in names}, runs=runs)
 
 
 @dataclass(frozen=True)
-class Decision:
-    """What was decided, and on what grounds.
+class Price:
+    """One way and its time.
 
     Attributes:
-        apply: rewrite or not.
-        why: one sentence.
-        naive, cascade: bytes for the sizes being compiled (None where a size has no hint).
-        guard: the inequality that now guards the artefact, as text; "" for none.
-        reason: why not, where `apply` is false.
+        kernels: what runs, one after the other, as formulas.
+        values: the numbers put in.
+        seconds: the sum.
     """
 
-    apply: bool
-    why: str
-    naive: int | None = None
-    cascade: int | None = None
-    guard: str = ""
-    reason: Reason | None = None
+    kernels: tuple[Kernel, ...]
+    values: Mapping[sympy.Symbol, float]
+    seconds: float
+
+    @classmethod
+    def of(cls, kernels: list[Kernel], values: Mapping[sympy.Symbol, float]) -> Price:
+        """Evaluate the formulas."""
+        seconds = sum(_evaluated(kernel.seconds, values) for kernel in kernels)
+        return cls(tuple(kernels), values, seconds)
 
 
-def decide(work: Work, sizes: Sizes, options: Options) -> Decision:
-    """Choose between the naive graph and the cascade for one attention.
+@cache
+def _compiled(expr: sympy.Expr) -> tuple[tuple[sympy.Symbol, ...], Callable[..., float]]:
+    symbols = tuple(sorted(expr.free_symbols, key=str))
+    functions = [{"Max": max, "Min": min, "ceiling": math.ceil}]
+    return symbols, sympy.lambdify(symbols, expr, modules=functions)
 
-    A guard is added only with `decide="auto"`, `guards="auto"` and sizes that do not settle the
-    comparison, all of them backed and without a range given by the user.
+
+def _evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
+    symbols, function = _compiled(expr)
+    return float(function(*(values[symbol] for symbol in symbols)))
+
+
+def plain(work: Work, device: Device) -> Price:
+    """The graph as it is. Sizes of `work` are numbers."""
+    used = [run for run in work.runs if run.length > 0]
+    parts = [PartSymbols.of(i) for i in range(len(used))]
+    values = _values(work, device) | _run_values(parts, used)
+    if device.kind == "cpu":
+        return Price.of(terms.cpu_naive(parts), values | _cpu_library(work, device))
+    return Price.of(terms.gpu_naive(parts), values | _gpu_library(work, device))
+
+
+def cascade(work: Work, device: Device) -> Price:
+    """One level a segment. Sizes of `work` are numbers."""
+    used = [run for run in work.runs if run.length > 0]
+    parts = [PartSymbols.of(i) for i in range(len(used))]
+    values = _values(work, device) | _run_values(parts, used)
+    make = _cpu_cascade if device.kind == "cpu" else _gpu_cascade
+    return make(work, used, parts, values, device)
+
+
+def _values(work: Work, device: Device) -> dict[sympy.Symbol, float]:
+    """What does not depend on the segments."""
+    values: dict[sympy.Symbol, float] = {
+        terms.N: work.batch,
+        terms.HQ: work.heads,
+        terms.HKV: work.kv_heads,
+        terms.M: work.q_len,
+        terms.DK: work.d_k,
+        terms.DV: work.d_v,
+        terms.Q_BYTES: work.q_bytes,
+        terms.KV_BYTES: work.kv_bytes,
+        terms.ACC_BYTES: work.acc_bytes,
+        terms.NAIVE_HEADS: work.naive_heads,
+        terms.COPIED: work.copied or device.kind == "cpu",  # Inductor copies views for a CPU
+        terms.ONE_FLOP: 1,
+        terms.READ: device["read"],
+        terms.COPY: device["copy"],
+        terms.LAUNCH: device["launch"],
+        terms.P: device["processors"],
+        terms.MATMUL: device.matmul(work.dtype),
+    }
+    return values
+
+
+def _run_values(parts: list[PartSymbols], used: list[KeyRun]) -> dict[sympy.Symbol, float]:
+    values = {}
+    for part, run in zip(parts, used, strict=True):
+        values |= {part.rows: run.rows, part.keys: run.length}
+    return values
+
+
+# --- CPU ------------------------------------------------------------------------------------------
+
+
+def _cpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
+    keys = sum(run.length for run in work.runs)
+    tensor = work.batch * work.naive_heads * keys * work.d_k * work.kv_bytes
+    return {
+        terms.LIBRARY_ROWS: _cpu_block(work.q_len),
+        terms.FRESH_BYTES: 2 * tensor if tensor > _KEPT_BYTES else 0,
+        terms.FRESH: device["fresh"],
+        terms.STREAM: device["stream"],
+        terms.CPU_ATTEND: device["attend"],
+    }
+
+
+def _cpu_block(rows: int) -> int:
+    return next(block for least, block in _CPU_BLOCKS if rows >= least)
+
+
+def _cpu_cascade(
+    work: Work,
+    used: list[KeyRun],
+    parts: list[PartSymbols],
+    values: dict[sympy.Symbol, float],
+    device: Device,
+) -> Price:
+    values |= {terms.STREAM: device["stream"], terms.CPU_ATTEND: device["attend"]}
+    kernels: list[Kernel] = []
+    for part, run in zip(parts, used, strict=True):
+        packed = work.batch * work.q_len * work.heads // (run.rows * work.kv_heads)
+        values[part.block] = _cpu_block(packed)
+        converted = work.kv_bytes < work.acc_bytes
+        kernels += terms.cpu_part(part, shared=run.rows < work.batch, converted=converted)
+    if len(parts) > 1:
+        kernels.append(terms.cpu_merge(len(parts)))
+    return Price.of(kernels, values)
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+
+def _gpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
+    """How FlashAttention 2 covers the queries: a block a tile of rows and query head.
+
+    With one query token it swaps group and query axis, so that a block reads a KV head once.
     """
-    naive, cascade = work.naive_bytes(), work.cascade_bytes()
-    numbers = sizes.hint(naive), sizes.hint(cascade)
-    if options.decide == "never":
-        return Decision(False, "decide=never", *numbers, reason=Reason.NEVER)
-    if options.decide == "always":
-        return Decision(True, "decide=always", *numbers)
-    pays = sympy.Lt(cascade, naive)
-    if sizes.known(pays):
-        return Decision(True, "fewer KV bytes for all sizes", *numbers)
-    if sizes.known(sympy.Ge(cascade, naive)):
-        why = "as many KV bytes or more"
-        return Decision(False, why, *numbers, reason=Reason.NOT_PROFITABLE)
-    return _decide_on_hint(pays, numbers, sizes, options)
-
-
-def _decide_on_hint(
-    pays: sympy.Rel, numbers: tuple[int | None, int | None], sizes: Sizes, options: Options
-) -> Decision:
-    assert sizes.shape_env is not None  # static sizes were settled by the caller
-    if free_unbacked_symbols(pays) or None in numbers:
-        return Decision(True, "sizes known only at run time: taken as long", *numbers)
-    guarded = options.guards == "auto" and _ranges_are_default(pays, sizes)
-    if guarded:
-        apply = bool(sizes.shape_env.create_symboolnode(pays))
-    else:
-        naive, cascade = numbers
-        assert naive is not None and cascade is not None
-        apply = cascade < naive
-    taken = str(pays if apply else sympy.Not(pays))
-    return Decision(
-        apply,
-        "fewer KV bytes" if apply else "as many KV bytes or more",
-        *numbers,
-        guard=taken if guarded else "",
-        reason=None if apply else Reason.NOT_PROFITABLE,
+    rows, keys = _LIBRARY_TILE
+    swapped = work.q_len == 1 and work.heads > work.kv_heads
+    heads, tokens = (
+        (work.kv_heads, work.heads // work.kv_heads) if swapped else (work.heads, work.q_len)
     )
+    tiles = work.batch * heads * -(-tokens // rows)
+    steps = -(-sum(run.length for run in work.runs) // keys)
+    waves = max(1.0, tiles / device["processors"])
+    return {
+        terms.LIBRARY_ROWS: rows,
+        terms.LIBRARY_TILES: tiles,
+        terms.LIBRARY_STEPS: steps * waves,
+        terms.LIBRARY: device["library"],
+        terms.LIBRARY_STEP: device["library.step"],
+    }
 
 
-def _ranges_are_default(condition: sympy.Basic, sizes: Sizes) -> bool:
-    """True iff no symbol has a user's upper bound: a guard inside it would be an error to them."""
-    assert sizes.shape_env is not None
-    ranges = sizes.shape_env.var_to_range
-    return all(
-        s not in ranges or ranges[s].upper in (int_oo, sympy.oo) or ranges[s].upper >= 2**31
-        for s in condition.free_symbols
-    )
+def launches(work: Work, device: Device) -> list[tuple[list[int], LaunchConfig]]:
+    """Which segments each launch of `attend_merge` computes, and how; sizes are numbers.
+
+    By two, from the last on; the one that more rows share comes first in a pair.
+    """
+    count = len(work.runs)
+    odd = count % 2
+    pairs = [[0]] if odd else []
+    pairs += [[i, i + 1] for i in range(odd, count, 2)]
+    made = []
+    for pair in pairs:
+        ordered = sorted(pair, key=lambda i: work.runs[i].rows)
+        runs = [work.runs[i] for i in ordered]
+        nested = len(runs) == 2 and runs[1].rows % runs[0].rows == 0
+        shapes = [
+            SlotShape(
+                run.rows * work.kv_heads,
+                work.batch * work.q_len * work.heads // (run.rows * work.kv_heads),
+                run.length,
+            )
+            for run in runs
+        ]
+        widths = Widths(work.d_k, work.d_v, work.q_bytes, work.kv_bytes)
+        limits = DeviceLimits(int(device["processors"]), int(device["shared"]))
+        config = attend_config(shapes, widths, limits, alone=len(pairs) == 1, nested=nested)
+        made.append((ordered, config))
+    return made
+
+
+def _gpu_cascade(
+    work: Work,
+    used: list[KeyRun],
+    parts: list[PartSymbols],
+    values: dict[sympy.Symbol, float],
+    device: Device,
+) -> Price:
+    values |= {terms.ATTEND: device["attend"], terms.STEP: device["step"]}
+    kernels: list[Kernel] = []
+    written: list[PartSymbols] = []
+    made = launches(replace(work, runs=tuple(used)), device)
+    for order, config in made:
+        ours = [parts[i] for i in order]
+        for part, run, slot in zip(ours, (used[i] for i in order), config.slots, strict=True):
+            keys = -(-run.length // slot.splits)
+            values |= {part.block: slot.block_m, part.splits: slot.splits}
+            values[part.steps] = -(-keys // slot.block_n)
+        if config.tail:  # of the suffixes of all branches that a tile has rows of
+            branches = used[order[1]].rows // used[order[0]].rows
+            keys = branches * used[order[1]].length
+            values[ours[1].steps] = -(-keys // config.slots[1].block_n)
+        kernels.append(terms.gpu_launch(ours, tail=config.tail, direct=config.direct))
+        written += ours[:1] if config.tail else ours
+    if not made[0][1].direct:
+        kernels.append(terms.gpu_merge(written))
+    return Price.of(kernels, values)

@@ -15,11 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args, get_origin
 
+from torch_cascade.compiler.option_values import (
+    Calibration,
+    Decide,
+    calibration_value,
+    decide_value,
+    keyed,
+)
+
 PREFIX = "TORCH_CASCADE_"
 KNOWN_PASSES = ("cascade",)
 """Names that the option `passes` accepts, in the order in which the passes run."""
 
-Decide: TypeAlias = Literal["auto", "always", "never"]
 Guards: TypeAlias = Literal["auto", "never"]
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
@@ -98,10 +105,19 @@ class Options:
     decide: Decide = field(
         default="auto",
         metadata=_about(
-            _choice(*get_args(Decide)),
+            decide_value,
             "`auto`: rewrite where the cost model says it pays; `always`: every legal rewrite; "
-            "`never`: analyse and report only",
+            "`never`: analyse and report only; in code also a callable that is given the "
+            "numbers (`compiler.decide.Facts`) and returns a bool",
             in_code=True,
+        ),
+    )
+    calibration: Calibration = field(
+        default="auto",
+        metadata=_about(
+            calibration_value,
+            "figures for the cost model: `auto`: what `python -m torch_cascade calibrate` measured "
+            "on this machine, if it did; `none`: the table of devices; or the path of a file",
         ),
     )
     guards: Guards = field(
@@ -176,9 +192,23 @@ class Options:
         Example:
             >>> Options(decide="never").fingerprint()
             "passes=('cascade',);decide='never';guards='auto';batch_invariant=False"
+
+        A callable stands for itself by what its method `uuid` returns, like a graph pass of
+        Inductor; without one there is no key, see `has_fingerprint`.
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata["in_code"]]
-        return ";".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields)
+        return ";".join(f"{f.name}={keyed(getattr(self, f.name))!r}" for f in fields)
+
+    @property
+    def has_fingerprint(self) -> bool:
+        """False if a callable among the options has no method `uuid`: nothing can be cached."""
+        return not callable(self.decide) or keyed(self.decide) is not None
+
+
+def cache_folder() -> Path:
+    """The folder of this package among a user's caches; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "torch_cascade"
 
 
 def written(options: Options) -> dict[str, str]:
@@ -210,6 +240,8 @@ def _written(value: object) -> str:
         return str(int(value))
     if isinstance(value, tuple):
         return ",".join(value) or "none"
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
     return str(value or "")
 
 

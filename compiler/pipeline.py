@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from torch_cascade.compiler import calibration
 from torch_cascade.compiler.graph import Sizes, show
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
@@ -81,16 +82,17 @@ class Pipeline(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> Any:
-        """Hash of this package's sources and the options, chained with the user's passes'.
+        """Hash of this package's sources, the options, the figures of the cost model, and others.
 
-        None (the compilation is not cached) where a user's pass has none.
+        It is chained with the user's passes'. None (the compilation is not cached) where one of
+        these, or a callable among the options, has none.
         """
         theirs = [getattr(user_pass, "uuid", lambda: None)() for user_pass in self.users]
-        if None in theirs:
+        if None in theirs or not self.options.has_fingerprint:
             return None
-        return hashlib.sha256(
-            repr((source_hash(), self.options.fingerprint(), theirs)).encode()
-        ).hexdigest()
+        figures = calibration.key(self.options.calibration)
+        ours = (source_hash(), self.options.fingerprint(), figures)
+        return hashlib.sha256(repr((*ours, theirs)).encode()).hexdigest()
 
     def _run(self, each: Pass, graph: fx.Graph, context: PassContext) -> None:
         begin = time.perf_counter()

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch
 
-from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.decide import Decision
 from torch_cascade.compiler.options import written
 from torch_cascade.compiler.record import Compilation, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined

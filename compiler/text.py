@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.decide import Decision
 from torch_cascade.compiler.options import PREFIX, written
 from torch_cascade.compiler.record import Compilation, SegmentRecord, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined

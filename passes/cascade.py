@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from torch_cascade.compiler.cost import Decision, decide
+from torch_cascade.compiler.decide import Decision, decide
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import SiteRecord, source_line
