@@ -6,6 +6,7 @@ Example: `python -m torch_cascade.benchmarks.regret --limit-seconds 280 --json r
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 import time
@@ -15,9 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_cascade.benchmarks import command, grid, record, regret_measure
+from torch_cascade.benchmarks import command, grid, record, regret_measure, regret_report
 from torch_cascade.benchmarks.grid import Shape
 from torch_cascade.benchmarks.record import Line, Record
+from torch_cascade.compiler.calibration import device_for
+from torch_cascade.compiler.device import Device
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -38,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", type=command.at_least_one, help="only the first so many")
     made.add_argument(
         "--cross-check", type=int, default=3, help="shapes that are compiled as well (GPU)"
+    )
+    made.add_argument(
+        "--calibration", default="none", help="figures for our rule: none (the table), auto, FILE"
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
     made.add_argument("--resume", action="store_true", help="keep what the file already holds")
@@ -66,8 +72,19 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
     console.print(f"{len(measured)} shapes measured before, {len(left)} to go", highlight=False)
     with torch.no_grad():
         _measure(made, path, left, options, device, console)
-    console.print(f"written: {path}", highlight=False)
+    _report(made, path, device_for(device, options.calibration), console)
     return command.status(made, list(regret_measure.CHECKED))
+
+
+def _report(made: Record, path: Path, device: Device, console: Console) -> None:
+    """The table and the map; both again from a file with `--resume --shapes 1`."""
+    found = regret_report.regrets(made.lines, device)
+    made.settings |= {"regret": regret_report.summary(found), "figures": str(device)}
+    made.write(path)
+    console.print(regret_report.table(found))
+    if importlib.util.find_spec("matplotlib"):
+        regret_report.write_map(made, device, path.with_suffix(".png"))
+    console.print(f"written: {path}", highlight=False)
 
 
 def _record(options: argparse.Namespace, device: torch.device, path: Path) -> Record:

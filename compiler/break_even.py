@@ -18,7 +18,8 @@ def crossing(pays: Callable[[int], bool], at: int, least: int, most: int = MOST)
     Args:
         pays: the side of a size.
         at: the size at hand; `least <= at`.
-        least, most: the sizes there are.
+        least: the smallest size there is.
+        most: the largest.
 
     Returns:
         The first size after the change: `pays(c) != pays(c - 1)`. None where there is no change.

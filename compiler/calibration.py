@@ -148,15 +148,17 @@ def read(path: Path, device: torch.device) -> dict[str, float]:
         raise CalibrationError(f"{path}: figures: expected an object of numbers, got {figures!r}")
     for name, value in figures.items():
         if name not in known:
-            raise CalibrationError(
-                f"{path}: figures: expected some of {', '.join(known)}, got {name!r}"
-            )
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:
-            raise CalibrationError(
-                f"{path}: figures.{name}: expected a number above 0, got {value!r}"
-            )
+            expected = f"some of {', '.join(known)}"
+            raise CalibrationError(f"{path}: figures: expected {expected}, got {name!r}")
+        _must_be_positive(path, name, value)
     return {name: float(value) for name, value in figures.items()}
+
+
+def _must_be_positive(path: Path, name: str, value: object) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:  # type: ignore[operator]
+        said = f"expected a number above 0, got {value!r}"
+        raise CalibrationError(f"{path}: figures.{name}: {said}")
 
 
 def _machine_of(path: Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ merge. `price` prices both for numbers; symbolic sizes are a matter of `compiler
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,6 +19,7 @@ from torch_cascade.compiler import cost_terms as terms
 from torch_cascade.compiler.cost_terms import Kernel, PartSymbols
 from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.graph import Size
+from torch_cascade.compiler.units import NUMBER, Unit, unit_of
 from torch_cascade.kernels.launch_config import (
     DeviceLimits,
     LaunchConfig,
@@ -122,11 +124,34 @@ class Price:
     values: Mapping[sympy.Symbol, float]
     seconds: float
 
+    def lines(self) -> list[str]:
+        """Each kernel with its time and its formula."""
+        return [
+            f"{kernel.name}: {1e6 * _evaluated(kernel.seconds, self.values):.3g} us = "
+            f"{_spaced(kernel.seconds)}"
+            for kernel in self.kernels
+        ]
+
+    def numbers(self) -> dict[str, str]:
+        """What was put in for each symbol of the formulas, with its unit."""
+        used = sorted(terms.total(self.kernels).free_symbols - {terms.ONE_FLOP}, key=str)
+        return {str(s): _with_unit(self.values[s], unit_of(s)) for s in used}
+
     @classmethod
-    def of(cls, kernels: list[Kernel], values: Mapping[sympy.Symbol, float]) -> Price:
+    def of(cls, kernels: Sequence[Kernel], values: Mapping[sympy.Symbol, float]) -> Price:
         """Evaluate the formulas."""
         seconds = sum(_evaluated(kernel.seconds, values) for kernel in kernels)
         return cls(tuple(kernels), values, seconds)
+
+
+def _spaced(expr: sympy.Expr) -> str:
+    """An expression whose lines can be broken anywhere."""
+    return re.sub(r"(?<!\*)([*/])(?!\*)", r" \1 ", str(expr))
+
+
+def _with_unit(value: float, unit: Unit) -> str:
+    number = f"{value:.4g}"
+    return number if unit == NUMBER else f"{number} {unit}"
 
 
 @cache
@@ -144,7 +169,7 @@ def _evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
 def plain(work: Work, device: Device) -> Price:
     """The graph as it is. Sizes of `work` are numbers."""
     used = [run for run in work.runs if run.length > 0]
-    parts = [PartSymbols.of(i) for i in range(len(used))]
+    parts = tuple(PartSymbols.of(i) for i in range(len(used)))
     values = _values(work, device) | _run_values(parts, used)
     if device.kind == "cpu":
         return Price.of(terms.cpu_naive(parts), values | _cpu_library(work, device))
@@ -154,7 +179,7 @@ def plain(work: Work, device: Device) -> Price:
 def cascade(work: Work, device: Device) -> Price:
     """One level a segment. Sizes of `work` are numbers."""
     used = [run for run in work.runs if run.length > 0]
-    parts = [PartSymbols.of(i) for i in range(len(used))]
+    parts = tuple(PartSymbols.of(i) for i in range(len(used)))
     values = _values(work, device) | _run_values(parts, used)
     make = _cpu_cascade if device.kind == "cpu" else _gpu_cascade
     return make(work, used, parts, values, device)
@@ -173,7 +198,7 @@ def _values(work: Work, device: Device) -> dict[sympy.Symbol, float]:
         terms.KV_BYTES: work.kv_bytes,
         terms.ACC_BYTES: work.acc_bytes,
         terms.NAIVE_HEADS: work.naive_heads,
-        terms.COPIED: work.copied or device.kind == "cpu",  # Inductor copies views for a CPU
+        terms.COPIED: float(_is_copied(work, device)),
         terms.ONE_FLOP: 1,
         terms.READ: device["read"],
         terms.COPY: device["copy"],
@@ -184,7 +209,24 @@ def _values(work: Work, device: Device) -> dict[sympy.Symbol, float]:
     return values
 
 
-def _run_values(parts: list[PartSymbols], used: list[KeyRun]) -> dict[sympy.Symbol, float]:
+def _is_copied(work: Work, device: Device) -> bool:
+    """Inductor hands a GPU's attention expanded views as they are, and copies them for a CPU's."""
+    return work.copied or device.kind == "cpu"
+
+
+def _spilled_bytes(work: Work, device: Device) -> int:
+    """Bytes of the expanded K and V that attention reads from memory: none if a cache holds them.
+
+    Half of the cache: the other half holds what they were copied from, and what else there is.
+    """
+    if not _is_copied(work, device):
+        return 0
+    keys = sum(run.length for run in work.runs)
+    written = work.batch * work.naive_heads * keys * work.token_bytes
+    return int(written) if written > device["cache"] / 2 else 0
+
+
+def _run_values(parts: tuple[PartSymbols, ...], used: list[KeyRun]) -> dict[sympy.Symbol, float]:
     values = {}
     for part, run in zip(parts, used, strict=True):
         values |= {part.rows: run.rows, part.keys: run.length}
@@ -198,6 +240,7 @@ def _cpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
     keys = sum(run.length for run in work.runs)
     tensor = work.batch * work.naive_heads * keys * work.d_k * work.kv_bytes
     return {
+        terms.SPILLED_BYTES: _spilled_bytes(work, device),
         terms.LIBRARY_ROWS: _cpu_block(work.q_len),
         terms.FRESH_BYTES: 2 * tensor if tensor > _KEPT_BYTES else 0,
         terms.FRESH: device["fresh"],
@@ -213,11 +256,12 @@ def _cpu_block(rows: int) -> int:
 def _cpu_cascade(
     work: Work,
     used: list[KeyRun],
-    parts: list[PartSymbols],
+    parts: tuple[PartSymbols, ...],
     values: dict[sympy.Symbol, float],
     device: Device,
 ) -> Price:
     values |= {terms.STREAM: device["stream"], terms.CPU_ATTEND: device["attend"]}
+    values |= {terms.MERGE: device["merge"]}
     kernels: list[Kernel] = []
     for part, run in zip(parts, used, strict=True):
         packed = work.batch * work.q_len * work.heads // (run.rows * work.kv_heads)
@@ -246,6 +290,7 @@ def _gpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
     steps = -(-sum(run.length for run in work.runs) // keys)
     waves = max(1.0, tiles / device["processors"])
     return {
+        terms.SPILLED_BYTES: _spilled_bytes(work, device),
         terms.LIBRARY_ROWS: rows,
         terms.LIBRARY_TILES: tiles,
         terms.LIBRARY_STEPS: steps * waves,
@@ -286,7 +331,7 @@ def launches(work: Work, device: Device) -> list[tuple[list[int], LaunchConfig]]
 def _gpu_cascade(
     work: Work,
     used: list[KeyRun],
-    parts: list[PartSymbols],
+    parts: tuple[PartSymbols, ...],
     values: dict[sympy.Symbol, float],
     device: Device,
 ) -> Price:
@@ -295,7 +340,7 @@ def _gpu_cascade(
     written: list[PartSymbols] = []
     made = launches(replace(work, runs=tuple(used)), device)
     for order, config in made:
-        ours = [parts[i] for i in order]
+        ours = tuple(parts[i] for i in order)
         for part, run, slot in zip(ours, (used[i] for i in order), config.slots, strict=True):
             keys = -(-run.length // slot.splits)
             values |= {part.block: slot.block_m, part.splits: slot.splits}
@@ -307,5 +352,5 @@ def _gpu_cascade(
         kernels.append(terms.gpu_launch(ours, tail=config.tail, direct=config.direct))
         written += ours[:1] if config.tail else ours
     if not made[0][1].direct:
-        kernels.append(terms.gpu_merge(written))
+        kernels.append(terms.gpu_merge(tuple(written)))
     return Price.of(kernels, values)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import sympy
@@ -33,6 +34,7 @@ NAIVE_HEADS = symbol("Hnaive")  # heads of K and V as the naive graph holds them
 # The device.
 READ, COPY = symbol("read", BYTE_RATE), symbol("copy", BYTE_RATE)
 FRESH, STREAM = symbol("fresh", BYTE_RATE), symbol("stream", BYTE_RATE)
+MERGE = symbol("merge", BYTE_RATE)
 LAUNCH = symbol("launch", SECOND)
 MATMUL, ATTEND = symbol("matmul", FLOP_RATE), symbol("attend")
 LIBRARY = symbol("library")
@@ -41,7 +43,9 @@ STEP, LIBRARY_STEP = symbol("step", SECOND), symbol("library_step", SECOND)
 P = symbol("P")
 # How torch's own attention is launched.
 LIBRARY_ROWS, LIBRARY_TILES = symbol("library_rows"), symbol("library_tiles")
-LIBRARY_STEPS, FRESH_BYTES = symbol("library_steps"), symbol("fresh_bytes", BYTE)
+LIBRARY_STEPS = symbol("library_steps")
+# Bytes of the naive graph's copies that the system has to give, and that no cache holds.
+FRESH_BYTES, SPILLED_BYTES = symbol("fresh_bytes", BYTE), symbol("spilled_bytes", BYTE)
 ONE_FLOP = symbol("flop", FLOP)  # the unit itself: 1
 
 
@@ -55,6 +59,7 @@ class PartSymbols(NamedTuple):
     steps: sympy.Symbol
 
     @classmethod
+    @cache
     def of(cls, index: int) -> PartSymbols:
         """Those of the part of that number."""
         return cls(*(symbol(f"{name}_{index}") for name in cls._fields))
@@ -98,7 +103,7 @@ def _flops(rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
     return 2 * rows * keys * (DK + DV) * ONE_FLOP
 
 
-def expansion(parts: Sequence[PartSymbols]) -> tuple[sympy.Expr, sympy.Expr]:
+def expansion(parts: tuple[PartSymbols, ...]) -> tuple[sympy.Expr, sympy.Expr]:
     """Bytes that the naive graph reads and writes to give every branch a copy of its keys."""
     keys = sympy.Add(*(part.keys for part in parts))
     read = sympy.Add(*(part.kv_bytes for part in parts))
@@ -108,24 +113,26 @@ def expansion(parts: Sequence[PartSymbols]) -> tuple[sympy.Expr, sympy.Expr]:
 # --- GPU ------------------------------------------------------------------------------------------
 
 
-def gpu_naive(parts: Sequence[PartSymbols]) -> list[Kernel]:
+@cache
+def gpu_naive(parts: tuple[PartSymbols, ...]) -> tuple[Kernel, ...]:
     """Expanded copies of K and V, one kernel each, and torch's attention over them.
 
-    A copy is read back from memory. Where nothing is copied, the branches read the same bytes one
-    after the other, and L2 serves all but the first.
+    A copy that L2 does not hold is read back from memory. Where nothing is copied, the branches
+    read the same bytes one after the other, and L2 serves all but the first.
     """
     keys = sympy.Add(*(part.keys for part in parts))
     read, written = expansion(parts)
     once = sympy.Add(*(part.kv_bytes for part in parts))
     copy = COPIED * 2 * LAUNCH + (read + written) / COPY
-    moved = written + (1 - COPIED) * once + 2 * rows_bytes(DV, Q_BYTES)
+    moved = SPILLED_BYTES + (1 - COPIED) * once + 2 * rows_bytes(DV, Q_BYTES)
     flops = _flops(LIBRARY_TILES * LIBRARY_ROWS, keys)
     chain = LIBRARY_STEP * LIBRARY_STEPS
     attend = LAUNCH + Max(moved / READ, flops / (LIBRARY * MATMUL), chain)
-    return [Kernel("copy K and V for every branch", copy), Kernel("torch attention", attend)]
+    return (Kernel("copy K and V for every branch", copy), Kernel("torch attention", attend))
 
 
-def gpu_launch(parts: Sequence[PartSymbols], *, tail: bool, direct: bool) -> Kernel:
+@cache
+def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> Kernel:
     """One launch of our attention over one or two segments of keys.
 
     Every program goes through its run of keys in steps of one tile; there are as many at once as
@@ -143,7 +150,8 @@ def gpu_launch(parts: Sequence[PartSymbols], *, tail: bool, direct: bool) -> Ker
     return Kernel("attention over " + " and ".join(part.keys.name for part in parts), seconds)
 
 
-def gpu_merge(parts: Sequence[PartSymbols]) -> Kernel:
+@cache
+def gpu_merge(parts: tuple[PartSymbols, ...]) -> Kernel:
     """The merge of the partial results that those parts wrote."""
     splits = sympy.Add(*(part.splits for part in parts))
     moved = splits * rows_bytes(DV + 1, ACC_BYTES) + rows_bytes(DV, Q_BYTES)
@@ -153,7 +161,8 @@ def gpu_merge(parts: Sequence[PartSymbols]) -> Kernel:
 # --- CPU ------------------------------------------------------------------------------------------
 
 
-def cpu_naive(parts: Sequence[PartSymbols]) -> list[Kernel]:
+@cache
+def cpu_naive(parts: tuple[PartSymbols, ...]) -> tuple[Kernel, ...]:
     """Expanded copies of K and V in one loop, and torch's attention, one query head at a time.
 
     The copies are written to memory that the system may have to give first.
@@ -161,30 +170,32 @@ def cpu_naive(parts: Sequence[PartSymbols]) -> list[Kernel]:
     keys = sympy.Add(*(part.keys for part in parts))
     read, written = expansion(parts)
     copy = LAUNCH + (read + written) / COPY + FRESH_BYTES / FRESH
-    attend = _cpu_attention(N * HQ, M, keys, LIBRARY_ROWS, Q_BYTES)
-    return [Kernel("copy K and V for every branch", copy), Kernel("torch attention", attend)]
+    attend = _cpu_attention(N * HQ, M, keys, LIBRARY_ROWS, Q_BYTES) + SPILLED_BYTES / READ
+    return (Kernel("copy K and V for every branch", copy), Kernel("torch attention", attend))
 
 
-def cpu_part(part: PartSymbols, *, shared: bool, converted: bool) -> list[Kernel]:
+@cache
+def cpu_part(part: PartSymbols, *, shared: bool, converted: bool) -> tuple[Kernel, ...]:
     """Attention over one segment: rows packed and unpacked where branches share it.
 
     Half-precision keys are first converted, as partial results must not be rounded.
     """
     seconds = _cpu_attention(part.rows * HKV, part.packed, part.keys, part.block, ACC_BYTES)
-    kernels = [Kernel(f"attention over {part.keys.name}", seconds)]
+    kernels = [Kernel(f"attention over {part.keys.name}", seconds + part.kv_bytes / READ)]
     if shared:
         moved = 2 * rows_bytes(DK + DV + 1, ACC_BYTES)
-        kernels.append(Kernel(f"rows packed for {part.keys.name}", LAUNCH + moved / COPY))
+        kernels.append(Kernel(f"rows packed for {part.keys.name}", LAUNCH + moved / MERGE))
     if converted:
         moved = part.kv_bytes * (1 + ACC_BYTES / KV_BYTES)
         kernels.append(Kernel(f"{part.keys.name} to float32", LAUNCH + moved / COPY))
-    return kernels
+    return tuple(kernels)
 
 
+@cache
 def cpu_merge(parts: int) -> Kernel:
     """The merge, fused with its neighbours."""
     moved = (parts + 1) * rows_bytes(DV + 1, ACC_BYTES)
-    return Kernel("merge of partial results", LAUNCH + moved / COPY)
+    return Kernel("merge of partial results", LAUNCH + moved / MERGE)
 
 
 def _cpu_attention(

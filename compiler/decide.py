@@ -48,6 +48,10 @@ class Facts:
     exact: bool
     assumed: tuple[str, ...] = ()
 
+    def ways(self) -> dict[str, Price]:
+        """Both by name."""
+        return {"plain": self.plain, "cascade": self.cascade}
+
     @property
     def pays(self) -> bool:
         """True iff the cascade is the faster way; never where nothing is shared."""

@@ -55,6 +55,7 @@ GPU_FIGURES = SHARED | {
 CPU_FIGURES = SHARED | {
     "fresh": Meaning(BYTE_RATE, "first write to memory that the system has to give"),
     "stream": Meaning(BYTE_RATE, "keys and values that an attention of few rows reads"),
+    "merge": Meaning(BYTE_RATE, "partial results packed, unpacked and merged"),
     "attend": Meaning(FLOP_RATE, "operations of an attention of many rows, float32"),
 }
 
@@ -225,11 +226,13 @@ CHIPS = (
 
 # What one thread gets of a socket's memory, which is shared: measured on EPYC machines.
 _THREAD_READ = 12e9
+# What torch's kernels reach: fitted to benchmarks/results/regret-cpu.json, one thread of a Zen 4.
 _CPU_COPY = 0.9
+_CPU_MERGE = 0.8
 _FRESH = 8e9
-_STREAM = 20e9
-_ATTEND = 0.33
-_CPU_LAUNCH = Figure(8e-6, "one attention op of torch 2.13 on small tensors, measured on a Zen 4")
+_STREAM = 50e9
+_ATTEND = 0.6
+_CPU_LAUNCH = Figure(15e-6, "an op of torch 2.13 with cold caches, fitted on a Zen 4")
 _GENERIC_CHIP = _Chip(
     "", "generic CPU", 100e9, 32, 3.0e9, 32, "generic: nothing is known of this device"
 )
@@ -239,12 +242,13 @@ def _cpu(chip: _Chip, threads: int) -> Device:
     read = min(chip.socket, threads * _THREAD_READ)
     flops = threads * chip.cycle * chip.clock
     said = f"{chip.source}; at most {_THREAD_READ / 1e9:.0f} GB/s a thread"
-    reached = "measured on two threads of a Zen 4"
+    reached = "fitted on a Zen 4"
     figures = {
         "read": Figure(read, said),
         "copy": Figure(_CPU_COPY * read, f"{_CPU_COPY:g} of read: {reached}"),
         "fresh": Figure(_FRESH, "4 KiB pages at 0.5 us each"),
         "stream": Figure(_STREAM * threads, f"{_STREAM / 1e9:.0f} GB/s a thread: {reached}"),
+        "merge": Figure(_CPU_MERGE * read, f"{_CPU_MERGE:g} of read: {reached}"),
         "attend": Figure(_ATTEND * flops, f"{_ATTEND:g} of matmul: {reached}"),
         "processors": Figure(threads, "torch.get_num_threads()"),
         "cache": Figure(chip.cache_mib * 2**20, chip.source),

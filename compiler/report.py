@@ -142,7 +142,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Outside of attention, keep tokens apart; of logits ask for the last tokens only.",
     ),
     Reason.NOT_PROFITABLE: Explanation(
-        "The cost model says that the rewrite reads no less memory at these sizes.",
+        "The cost model says that the rewrite is not faster at these sizes.",
         "`decide=always` rewrites all the same.",
     ),
     Reason.NEVER: Explanation("`decide=never` was asked for: analysis only."),

@@ -146,5 +146,8 @@ def _refusal(site: AttentionSite, decision: Decision) -> Declined | None:
     if decision.apply:
         return None
     assert decision.reason is not None
-    numbers = f"naive {decision.naive} bytes, cascade {decision.cascade} bytes"
-    return Declined(decision.reason, site.node.name, f"{decision.why} ({numbers})")
+    numbers = ""
+    if decision.facts is not None:
+        times = (f"{n} {1e6 * way.seconds:.3g} us" for n, way in decision.facts.ways().items())
+        numbers = f" ({', '.join(times)})"
+    return Declined(decision.reason, site.node.name, f"{decision.why}{numbers}")

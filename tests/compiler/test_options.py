@@ -12,6 +12,7 @@ EVERY = {
     "disable": (False, False, "1", True),
     "passes": ([], (), "cascade", ("cascade",)),
     "decide": ("always", "always", "never", "never"),
+    "calibration": ("none", "none", "auto", "auto"),
     "guards": ("auto", "auto", "never", "never"),
     "batch_invariant": (True, True, "0", False),
     "strict": ("yes", True, "off", False),
