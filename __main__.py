@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = "measure this machine for the cost model, in less than two minutes"
     calibrate.add_arguments(commands.add_parser("calibrate", help=about, description=about))
     parsed = parser.parse_args(arguments)
-    return (demo if parsed.command == "demo" else calibrate).run(parsed)
+    return demo.run(parsed) if parsed.command == "demo" else calibrate.run(parsed)
 
 
 if __name__ == "__main__":

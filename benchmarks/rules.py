@@ -12,9 +12,9 @@ import torch
 
 from torch_cascade.benchmarks.grid import Shape
 from torch_cascade.benchmarks.strategies import is_shared, is_view
-from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.decide import Facts, priced
 from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.work import KeyRun, Work
 
 Rule = Callable[[Shape, Device], bool]
 

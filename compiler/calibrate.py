@@ -14,7 +14,8 @@ import torch
 
 from torch_cascade.compiler import calibration
 from torch_cascade.compiler.calibration import CalibrationError
-from torch_cascade.compiler.device import Device, from_table
+from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.device_table import from_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from torch_cascade.compiler.device import CPU_FIGURES, GPU_FIGURES, Device, from_table, model_name
+from torch_cascade.compiler.device import CPU_FIGURES, GPU_FIGURES, Device
+from torch_cascade.compiler.device_table import from_table, model_name
 from torch_cascade.compiler.option_values import Calibration
 from torch_cascade.compiler.options import cache_folder
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import sympy
-import torch
 
 from torch_cascade.compiler import cost_terms as terms
 from torch_cascade.compiler.cost_terms import Kernel, PartSymbols
 from torch_cascade.compiler.device import Device
-from torch_cascade.compiler.graph import Size
 from torch_cascade.compiler.units import NUMBER, Unit, unit_of
+from torch_cascade.compiler.work import KeyRun, Work
 from torch_cascade.kernels.launch_config import (
     DeviceLimits,
     LaunchConfig,
@@ -34,80 +33,6 @@ _CPU_BLOCKS = ((768, 256), (192, 64), (0, 32))
 _KEPT_BYTES = 32 * 2**20
 # Tiles of torch's own attention (FlashAttention 2), rows and keys, and programs a multiprocessor.
 _LIBRARY_TILE = (64, 128)
-
-
-@dataclass(frozen=True)
-class KeyRun:
-    """One segment as the cost model sees it: `rows` KV rows of `length` keys."""
-
-    rows: Size
-    length: Size
-
-
-@dataclass(frozen=True)
-class Work:
-    """The sizes of one attention that matter for its time.
-
-    Attributes:
-        batch, heads, q_len: the query rows N, query heads and tokens a row.
-        kv_heads: heads of the base K and V.
-        naive_heads: heads of K and V as the graph hands them to attention.
-        d_k, d_v: features of keys and values.
-        q_bytes, kv_bytes: bytes of an element of q, and of K and V where they are stored.
-        dtype: of q, "bfloat16" and so on.
-        copied: the graph writes K and V for every branch; False where it only views them.
-        device: where it runs.
-        runs: the segments.
-    """
-
-    batch: Size
-    heads: Size
-    q_len: Size
-    kv_heads: Size
-    naive_heads: Size
-    d_k: Size
-    d_v: Size
-    q_bytes: int
-    kv_bytes: int
-    dtype: str
-    copied: bool
-    device: torch.device
-    runs: tuple[KeyRun, ...]
-
-    @property
-    def token_bytes(self) -> Size:
-        """Bytes of one token's K and V in one head."""
-        return (self.d_k + self.d_v) * self.kv_bytes
-
-    @property
-    def acc_bytes(self) -> int:
-        """Bytes of an element of a partial result."""
-        return 8 if self.q_bytes == 8 else 4
-
-    def naive_bytes(self) -> Size:
-        """KV bytes that attention over the expanded batch reads."""
-        keys = sum((run.length for run in self.runs), sympy.Integer(0))
-        return self.batch * self.kv_heads * self.token_bytes * keys
-
-    def cascade_bytes(self) -> Size:
-        """KV bytes read once a row, plus each partial result written and read."""
-        tokens = sum((run.rows * run.length for run in self.runs), sympy.Integer(0))
-        partials = len(self.runs) if len(self.runs) > 1 else 0
-        row = self.acc_bytes * (self.d_v + 1)
-        merged = 2 * partials * self.batch * self.heads * self.q_len * row
-        return self.kv_heads * self.token_bytes * tokens + merged
-
-    def sizes(self) -> tuple[Size, ...]:
-        """Every size that may be symbolic."""
-        runs = [size for run in self.runs for size in (run.rows, run.length)]
-        own = (self.batch, self.heads, self.q_len, self.kv_heads, self.naive_heads)
-        return (*own, self.d_k, self.d_v, *runs)
-
-    def at(self, number: Callable[[Size], int]) -> Work:
-        """The same with every size replaced by a number."""
-        names = ("batch", "heads", "q_len", "kv_heads", "naive_heads", "d_k", "d_v")
-        runs = tuple(KeyRun(number(run.rows), number(run.length)) for run in self.runs)
-        return replace(self, **{n: number(getattr(self, n)) for n in names}, runs=runs)
 
 
 @dataclass(frozen=True)
@@ -128,14 +53,23 @@ class Price:
         """Each kernel with its time and its formula."""
         return [
             f"{kernel.name}: {1e6 * _evaluated(kernel.seconds, self.values):.3g} us = "
-            f"{_spaced(kernel.seconds)}"
+            f"{_spaced(kernel.formula)}"
             for kernel in self.kernels
         ]
 
     def numbers(self) -> dict[str, str]:
-        """What was put in for each symbol of the formulas, with its unit."""
-        used = sorted(terms.total(self.kernels).free_symbols - {terms.ONE_FLOP}, key=str)
-        return {str(s): _with_unit(self.values[s], unit_of(s)) for s in used}
+        """What every symbol of the formulas is, with its unit; for named ones also their own."""
+        formula = sympy.Add(*(kernel.formula for kernel in self.kernels))
+        named = terms.definitions(formula)
+        used = formula.free_symbols.union(*(expr.free_symbols for expr in named.values()))
+        said = {str(s): self._said(s, named) for s in sorted(used - {terms.ONE_FLOP}, key=str)}
+        return said
+
+    def _said(self, symbol: sympy.Symbol, named: Mapping[sympy.Symbol, sympy.Expr]) -> str:
+        if symbol not in named:
+            return _with_unit(self.values[symbol], unit_of(symbol))
+        value = _evaluated(terms.expanded(symbol), self.values)
+        return f"{_spaced(named[symbol])} = {_with_unit(value, unit_of(symbol))}"
 
     @classmethod
     def of(cls, kernels: Sequence[Kernel], values: Mapping[sympy.Symbol, float]) -> Price:
@@ -172,8 +106,8 @@ def plain(work: Work, device: Device) -> Price:
     parts = tuple(PartSymbols.of(i) for i in range(len(used)))
     values = _values(work, device) | _run_values(parts, used)
     if device.kind == "cpu":
-        return Price.of(terms.cpu_naive(parts), values | _cpu_library(work, device))
-    return Price.of(terms.gpu_naive(parts), values | _gpu_library(work, device))
+        return Price.of(terms.cpu_naive(), values | _cpu_library(work, device))
+    return Price.of(terms.gpu_naive(), values | _gpu_library(work, device))
 
 
 def cascade(work: Work, device: Device) -> Price:
@@ -198,6 +132,8 @@ def _values(work: Work, device: Device) -> dict[sympy.Symbol, float]:
         terms.KV_BYTES: work.kv_bytes,
         terms.ACC_BYTES: work.acc_bytes,
         terms.NAIVE_HEADS: work.naive_heads,
+        terms.KEYS: sum(run.length for run in work.runs),
+        terms.ONCE: work.kv_heads * work.token_bytes * sum(r.rows * r.length for r in work.runs),
         terms.COPIED: float(_is_copied(work, device)),
         terms.ONE_FLOP: 1,
         terms.READ: device["read"],
@@ -227,7 +163,7 @@ def _spilled_bytes(work: Work, device: Device) -> int:
 
 
 def _run_values(parts: tuple[PartSymbols, ...], used: list[KeyRun]) -> dict[sympy.Symbol, float]:
-    values = {}
+    values: dict[sympy.Symbol, float] = {}
     for part, run in zip(parts, used, strict=True):
         values |= {part.rows: run.rows, part.keys: run.length}
     return values

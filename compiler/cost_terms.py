@@ -23,13 +23,22 @@ from typing import NamedTuple
 import sympy
 from sympy import Max, ceiling
 
-from torch_cascade.compiler.units import BYTE, BYTE_RATE, FLOP, FLOP_RATE, SECOND, symbol
+from torch_cascade.compiler.units import (
+    BYTE,
+    BYTE_RATE,
+    FLOP,
+    FLOP_RATE,
+    SECOND,
+    symbol,
+    unit_of,
+)
 
 # The attention: query rows, heads, query tokens, features, bytes an element.
 N, HQ, HKV, M = (symbol(name) for name in ("N", "Hq", "Hkv", "M"))
 DK, DV = symbol("Dk"), symbol("Dv")
 Q_BYTES, KV_BYTES, ACC_BYTES = (symbol(name, BYTE) for name in ("e_q", "e_kv", "e_acc"))
 COPIED = symbol("copied")  # parts of K and V that the naive graph writes: 1, or 0 for a view
+KEYS, ONCE = symbol("keys"), symbol("once", BYTE)  # of all segments: keys, and bytes of K and V
 NAIVE_HEADS = symbol("Hnaive")  # heads of K and V as the naive graph holds them
 # The device.
 READ, COPY = symbol("read", BYTE_RATE), symbol("copy", BYTE_RATE)
@@ -49,6 +58,38 @@ FRESH_BYTES, SPILLED_BYTES = symbol("fresh_bytes", BYTE), symbol("spilled_bytes"
 ONE_FLOP = symbol("flop", FLOP)  # the unit itself: 1
 
 
+_DEFINITIONS: dict[sympy.Symbol, sympy.Expr] = {}
+
+
+def named(name: str, expr: sympy.Expr) -> sympy.Symbol:
+    """A symbol that stands for an expression in formulas, with its unit."""
+    made = symbol(name, unit_of(expr))
+    _DEFINITIONS[made] = expr
+    return made
+
+
+def definitions(expr: sympy.Expr) -> dict[sympy.Symbol, sympy.Expr]:
+    """What the named symbols in an expression stand for, and those within them."""
+    found: dict[sympy.Symbol, sympy.Expr] = {}
+    for used in sorted(expr.free_symbols, key=str):
+        if used in _DEFINITIONS:
+            found |= {used: _DEFINITIONS[used]} | definitions(_DEFINITIONS[used])
+    return found
+
+
+def expanded(expr: sympy.Expr) -> sympy.Expr:
+    """An expression of sizes and figures only."""
+    while inner := definitions(expr):
+        expr = expr.xreplace(inner)
+    return expr
+
+
+ROWS = named("rows", N * HQ * M)  # vectors of queries, and of outputs
+EXPANDED = named("expanded", COPIED * N * NAIVE_HEADS * KEYS * (DK + DV) * KV_BYTES)
+PARTIAL = named("partial", ROWS * (DV + 1) * ACC_BYTES)  # one partial result of every query
+OUTPUT = named("output", ROWS * DV * Q_BYTES)
+
+
 class PartSymbols(NamedTuple):
     """Sizes of one segment of keys: KV rows, keys; tile, splits, and steps of a program."""
 
@@ -64,28 +105,58 @@ class PartSymbols(NamedTuple):
         """Those of the part of that number."""
         return cls(*(symbol(f"{name}_{index}") for name in cls._fields))
 
+    def _named(self, name: str, expr: sympy.Expr) -> sympy.Symbol:
+        return named(f"{name}_{str(self.keys).rpartition('_')[2]}", expr)
+
     @property
     def packed(self) -> sympy.Expr:
         """Query rows that read one KV row and head."""
-        return N * M * HQ / (self.rows * HKV)
+        return self._named("packed", ROWS / (self.rows * HKV))
 
     @property
     def tiles(self) -> sympy.Expr:
         """Tiles of query rows, over all KV rows and heads."""
-        return self.rows * HKV * ceiling(self.packed / self.block)
+        return self._named("tiles", self.rows * HKV * ceiling(self.packed / self.block))
 
     @property
-    def kv_bytes(self) -> sympy.Expr:
+    def bytes(self) -> sympy.Expr:
         """Bytes of the keys and values, once."""
-        return self.rows * HKV * self.keys * (DK + DV) * KV_BYTES
+        return self._named("bytes", self.rows * HKV * self.keys * (DK + DV) * KV_BYTES)
+
+    @property
+    def tile_flops(self) -> sympy.Expr:
+        """Operations on whole tiles, as a GPU does them."""
+        return self._named("flops", _flops(self.tiles * self.block, self.keys))
+
+    @property
+    def row_flops(self) -> sympy.Expr:
+        """Operations on the rows there are, as a CPU does them."""
+        return self._named("flops_of_rows", _flops(ROWS, self.keys))
+
+    @property
+    def uneven(self) -> sympy.Expr:
+        """How much longer the tiles take as they do not divide among the threads."""
+        return self._named("uneven", ceiling(self.tiles / P) * P / self.tiles)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of a strategy: what it is, and its time."""
+    """One kernel of a strategy.
+
+    Attributes:
+        name: what it does.
+        formula: its time, in named symbols.
+        seconds: its time in sizes and figures only.
+    """
 
     name: str
+    formula: sympy.Expr
     seconds: sympy.Expr
+
+    @classmethod
+    def of(cls, name: str, formula: sympy.Expr) -> Kernel:
+        """A kernel from its formula."""
+        return cls(name, formula, expanded(formula))
 
 
 def total(kernels: Sequence[Kernel]) -> sympy.Expr:
@@ -93,42 +164,27 @@ def total(kernels: Sequence[Kernel]) -> sympy.Expr:
     return sympy.Add(*(kernel.seconds for kernel in kernels))
 
 
-def rows_bytes(width: sympy.Expr, element: sympy.Expr) -> sympy.Expr:
-    """Bytes of one tensor with a vector of `width` for every query."""
-    return N * HQ * M * width * element
-
-
 def _flops(rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
     """Operations of both matrix products, `rows` of all heads together."""
     return 2 * rows * keys * (DK + DV) * ONE_FLOP
-
-
-def expansion(parts: tuple[PartSymbols, ...]) -> tuple[sympy.Expr, sympy.Expr]:
-    """Bytes that the naive graph reads and writes to give every branch a copy of its keys."""
-    keys = sympy.Add(*(part.keys for part in parts))
-    read = sympy.Add(*(part.kv_bytes for part in parts))
-    return COPIED * read, COPIED * N * NAIVE_HEADS * keys * (DK + DV) * KV_BYTES
 
 
 # --- GPU ------------------------------------------------------------------------------------------
 
 
 @cache
-def gpu_naive(parts: tuple[PartSymbols, ...]) -> tuple[Kernel, ...]:
+def gpu_naive() -> tuple[Kernel, ...]:
     """Expanded copies of K and V, one kernel each, and torch's attention over them.
 
     A copy that L2 does not hold is read back from memory. Where nothing is copied, the branches
     read the same bytes one after the other, and L2 serves all but the first.
     """
-    keys = sympy.Add(*(part.keys for part in parts))
-    read, written = expansion(parts)
-    once = sympy.Add(*(part.kv_bytes for part in parts))
-    copy = COPIED * 2 * LAUNCH + (read + written) / COPY
-    moved = SPILLED_BYTES + (1 - COPIED) * once + 2 * rows_bytes(DV, Q_BYTES)
-    flops = _flops(LIBRARY_TILES * LIBRARY_ROWS, keys)
+    copy = COPIED * (2 * LAUNCH + ONCE / COPY) + EXPANDED / COPY
+    moved = SPILLED_BYTES + (1 - COPIED) * ONCE + 2 * OUTPUT
+    flops = named("flops", _flops(LIBRARY_TILES * LIBRARY_ROWS, KEYS))
     chain = LIBRARY_STEP * LIBRARY_STEPS
     attend = LAUNCH + Max(moved / READ, flops / (LIBRARY * MATMUL), chain)
-    return (Kernel("copy K and V for every branch", copy), Kernel("torch attention", attend))
+    return Kernel.of("copy K and V for every branch", copy), Kernel.of("torch's attention", attend)
 
 
 @cache
@@ -140,73 +196,61 @@ def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> K
     """
     own = parts[:1] if tail else parts
     steps = [sympy.Add(*(part.steps for part in parts))] if tail else [p.steps for p in parts]
-    partials = sympy.Add(*(part.splits for part in own)) * rows_bytes(DV + 1, ACC_BYTES)
-    moved = sympy.Add(*(part.kv_bytes for part in parts)) + rows_bytes(DK, Q_BYTES)
-    moved += rows_bytes(DV, Q_BYTES) if direct else partials
-    flops = sympy.Add(*(_flops(part.tiles * part.block, part.keys) for part in own))
+    moved = sympy.Add(*(part.bytes for part in parts)) + ROWS * DK * Q_BYTES
+    moved += OUTPUT if direct else sympy.Add(*(part.splits for part in own)) * PARTIAL
+    flops = sympy.Add(*(part.tile_flops for part in own))
     work = sympy.Add(*(p.tiles * p.splits * count for p, count in zip(own, steps, strict=True)))
     chain = STEP * Max(*steps, work / P)
     seconds = LAUNCH + Max(moved / READ, flops / (ATTEND * MATMUL), chain)
-    return Kernel("attention over " + " and ".join(part.keys.name for part in parts), seconds)
+    return Kernel.of("attention over " + " and ".join(str(p.keys) for p in parts), seconds)
 
 
 @cache
 def gpu_merge(parts: tuple[PartSymbols, ...]) -> Kernel:
     """The merge of the partial results that those parts wrote."""
-    splits = sympy.Add(*(part.splits for part in parts))
-    moved = splits * rows_bytes(DV + 1, ACC_BYTES) + rows_bytes(DV, Q_BYTES)
-    return Kernel("merge of partial results", LAUNCH + moved / READ)
+    moved = sympy.Add(*(part.splits for part in parts)) * PARTIAL + OUTPUT
+    return Kernel.of("merge of partial results", LAUNCH + moved / READ)
 
 
 # --- CPU ------------------------------------------------------------------------------------------
 
 
 @cache
-def cpu_naive(parts: tuple[PartSymbols, ...]) -> tuple[Kernel, ...]:
+def cpu_naive() -> tuple[Kernel, ...]:
     """Expanded copies of K and V in one loop, and torch's attention, one query head at a time.
 
     The copies are written to memory that the system may have to give first.
     """
-    keys = sympy.Add(*(part.keys for part in parts))
-    read, written = expansion(parts)
-    copy = LAUNCH + (read + written) / COPY + FRESH_BYTES / FRESH
-    attend = _cpu_attention(N * HQ, M, keys, LIBRARY_ROWS, Q_BYTES) + SPILLED_BYTES / READ
-    return (Kernel("copy K and V for every branch", copy), Kernel("torch attention", attend))
+    copy = LAUNCH + (ONCE + EXPANDED) / COPY + FRESH_BYTES / FRESH
+    items = named("items", N * HQ * ceiling(M / LIBRARY_ROWS))
+    uneven = named("uneven", ceiling(items / P) * P / items)
+    streamed = named("streamed", items * KEYS * (DK + DV) * Q_BYTES)
+    flops = named("flops_of_rows", _flops(ROWS, KEYS))
+    attend = LAUNCH + SPILLED_BYTES / READ + uneven * (streamed / STREAM + flops / CPU_ATTEND)
+    return Kernel.of("copy K and V for every branch", copy), Kernel.of("torch's attention", attend)
 
 
 @cache
 def cpu_part(part: PartSymbols, *, shared: bool, converted: bool) -> tuple[Kernel, ...]:
     """Attention over one segment: rows packed and unpacked where branches share it.
 
-    Half-precision keys are first converted, as partial results must not be rounded.
+    The CPU's flash kernel spreads tiles of rows over the threads; each reads all keys of its KV
+    row. Half-precision keys are first converted, as partial results must not be rounded.
     """
-    seconds = _cpu_attention(part.rows * HKV, part.packed, part.keys, part.block, ACC_BYTES)
-    kernels = [Kernel(f"attention over {part.keys.name}", seconds + part.kv_bytes / READ)]
+    streamed = part.tiles * part.keys * (DK + DV) * ACC_BYTES
+    work = part.uneven * (streamed / STREAM + part.row_flops / CPU_ATTEND)
+    seconds = LAUNCH + part.bytes / READ + work
+    kernels = [Kernel.of(f"attention over {part.keys}", seconds)]
     if shared:
-        moved = 2 * rows_bytes(DK + DV + 1, ACC_BYTES)
-        kernels.append(Kernel(f"rows packed for {part.keys.name}", LAUNCH + moved / MERGE))
+        moved = 2 * ROWS * (DK + DV + 1) * ACC_BYTES
+        kernels.append(Kernel.of(f"rows packed for {part.keys}", LAUNCH + moved / MERGE))
     if converted:
-        moved = part.kv_bytes * (1 + ACC_BYTES / KV_BYTES)
-        kernels.append(Kernel(f"{part.keys.name} to float32", LAUNCH + moved / COPY))
+        moved = part.bytes * (1 + ACC_BYTES / KV_BYTES)
+        kernels.append(Kernel.of(f"{part.keys} to float32", LAUNCH + moved / COPY))
     return tuple(kernels)
 
 
 @cache
 def cpu_merge(parts: int) -> Kernel:
     """The merge, fused with its neighbours."""
-    moved = (parts + 1) * rows_bytes(DV + 1, ACC_BYTES)
-    return Kernel("merge of partial results", LAUNCH + moved / MERGE)
-
-
-def _cpu_attention(
-    pairs: sympy.Expr,
-    rows: sympy.Expr,
-    keys: sympy.Expr,
-    block: sympy.Expr,
-    element: sympy.Expr,
-) -> sympy.Expr:
-    """The CPU's flash kernel: blocks of rows over the threads, each reads all keys of its pair."""
-    items = pairs * ceiling(rows / block)
-    uneven = ceiling(items / P) * P / items
-    streamed = items * keys * (DK + DV) * element
-    return LAUNCH + uneven * (streamed / STREAM + _flops(pairs * rows, keys) / CPU_ATTEND)
+    return Kernel.of("merge of partial results", LAUNCH + (parts + 1) * PARTIAL / MERGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from torch_cascade.kernels.merge import merge_torch
 
 _REPEAT = 7
 _LARGE = 256 * 2**20
@@ -25,6 +28,7 @@ def steps() -> list[Step]:
         ("memory", _memory),
         ("matrix product", _matmul),
         ("attention", _attention),
+        ("merge of partial results (compiles a function)", _merge),
         ("one more op (compiles two functions)", _launch),
     ]
 
@@ -65,7 +69,7 @@ def _attention() -> dict[str, float]:
     for rows in _ROWS:
         q = torch.randn(pairs, 1, rows, width)
         k, v = (torch.randn(pairs, 1, keys, width) for _ in "kv")
-        seconds.append(least(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v)))
+        seconds.append(least(functools.partial(F.scaled_dot_product_attention, q, k, v)))
         blocks = -(-rows // 32)
         streamed.append(pairs * blocks * keys * 2 * width * 4)
         flops.append(4 * pairs * rows * keys * width)
@@ -88,6 +92,17 @@ def solved(streamed: list[int], flops: list[int], seconds: list[float]) -> dict[
     return {"stream": 1 / stream, "attend": 1 / attend}
 
 
+def _merge() -> dict[str, float]:
+    """Two partial results of many rows into one, as compiled code does it."""
+    rows, width = 64 * 1024, 64
+    out = [torch.randn(rows, width) for _ in range(2)]
+    lse = [torch.randn(rows) for _ in range(2)]
+    compiled: Any = torch.compile(merge_torch, dynamic=False)
+    moved = 3 * rows * (width + 1) * 4
+    with torch.no_grad():
+        return {"merge": moved / least(lambda: compiled(out, lse))}
+
+
 def _launch() -> dict[str, float]:
     """What one stage more of an attention and a loop takes, after the caches were emptied."""
     flush = torch.ones(_FLUSH // 4)
@@ -96,7 +111,7 @@ def _launch() -> dict[str, float]:
     for count in _STAGES:
         compiled: Any = torch.compile(_chain(count), dynamic=False)
         with torch.no_grad():
-            times.append(least(lambda compiled=compiled: compiled(x), flush))
+            times.append(least(functools.partial(compiled, x), flush))
     more = (_STAGES[1] - _STAGES[0]) * 2  # an attention and a loop a stage
     return {"launch": max((times[1] - times[0]) / more, 1e-7)}
 

@@ -8,13 +8,18 @@ given explicitly beats its variable, which beats the default.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args, get_origin
+from typing import Any, Literal, TypeAlias, get_args
 
+from torch_cascade.compiler.inductor_options import (
+    inductor_namesake,
+    inductor_patches,
+    mode_patches,
+    suggest,
+)
 from torch_cascade.compiler.option_values import (
     Calibration,
     Decide,
@@ -181,9 +186,9 @@ class Options:
         values = _from_environment(ours)
         for name in [name for name in given if name in ours]:
             values[name] = _parse(ours[name], f"option {name!r}", given.pop(name))
-        patches = _mode_patches(mode) | _inductor_patches(given, ours)
+        patches = mode_patches(mode) | inductor_patches(given, ours)
         if values.get("batch_invariant"):
-            patches |= _inductor_namesake("batch_invariant")
+            patches |= inductor_namesake("batch_invariant")
         return cls(**values), patches
 
     def fingerprint(self) -> str:
@@ -264,16 +269,9 @@ def _from_environment(ours: Mapping[str, dataclasses.Field[Any]]) -> dict[str, A
         if not variable.startswith(PREFIX) or not text:
             continue
         if variable not in names:
-            raise ValueError(f"unknown variable {variable}{_suggest(variable, names)}")
+            raise ValueError(f"unknown variable {variable}{suggest(variable, names)}")
         values[names[variable]] = _parse(ours[names[variable]], f"variable {variable}", text)
     return values
-
-
-def _suggest(name: str, valid: Iterable[str], more: Iterable[str] = ()) -> str:
-    """The end of an error about a name: the nearest valid names, then all of `valid`."""
-    near = difflib.get_close_matches(name, [*valid, *more], n=3)
-    did_you_mean = f"; did you mean {' or '.join(near)}?" if near else ";"
-    return f"{did_you_mean} valid names are {', '.join(valid)}"
 
 
 def _one_mode(option: object, argument: str | None) -> str | None:
@@ -284,48 +282,3 @@ def _one_mode(option: object, argument: str | None) -> str | None:
             f"option 'mode' is {option!r} but torch.compile was called with mode={argument!r}"
         )
     return option or argument
-
-
-def _mode_patches(mode: str | None) -> dict[str, Any]:
-    if not mode:
-        return {}
-    from torch._inductor import list_mode_options
-
-    modes = list_mode_options()
-    if mode not in modes:
-        raise ValueError(f"mode: expected one of {', '.join(modes)}, got {mode!r}")
-    return dict(modes[mode])
-
-
-def _inductor_patches(given: Mapping[str, object], ours: Iterable[str]) -> dict[str, Any]:
-    """Checks names and types as `torch.compile` does for its own backend."""
-    if not given:
-        return {}
-    from torch._inductor import config
-
-    known = config.get_config_copy()
-    patches = {}
-    for name, value in given.items():
-        attribute = str(name).replace("-", "_")
-        if attribute not in known:
-            suggestion = _suggest(str(name), [*ours, "mode"], known)
-            raise ValueError(
-                f"unknown option {name!r}{suggestion}, and those of torch._inductor.list_options()"
-            )
-        _check_type(name, value, config.get_type(attribute))  # type: ignore[attr-defined]
-        patches[attribute] = value
-    return patches
-
-
-def _inductor_namesake(name: str) -> dict[str, Any]:
-    """The patch that switches on Inductor's own option of a name; torch 2.11 has fewer of them."""
-    from torch._inductor import config
-
-    return {name: True} if name in config.get_config_copy() else {}
-
-
-def _check_type(name: str, value: object, expected: object) -> None:
-    """Plain classes only, as in torch: unions and parametrised types are let through."""
-    if isinstance(expected, type) and get_origin(expected) is None:
-        if not isinstance(value, expected):
-            raise ValueError(f"option {name!r}: expected {expected.__name__}, got {value!r}")

@@ -24,7 +24,7 @@ class Unit(NamedTuple):
     byte: int = 0
     flop: int = 0
 
-    def __mul__(self, other: object) -> Unit:  # type: ignore[override]
+    def __mul__(self, other: object) -> Unit:
         if not isinstance(other, Unit):
             return NotImplemented
         return Unit(*(a + b for a, b in zip(self, other, strict=True)))

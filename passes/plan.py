@@ -9,9 +9,9 @@ import sympy
 import torch
 from torch import fx
 
-from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.compiler.work import KeyRun, Work
 from torch_cascade.passes.devices import no_kernel
 from torch_cascade.passes.key_limits import Rows
 from torch_cascade.passes.layout import output_order

@@ -10,10 +10,10 @@ from support.cost_cases import DEVICES, SCENES, work
 
 from torch_cascade.compiler import cost, cost_terms
 from torch_cascade.compiler.break_even import crossing
-from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.decide import priced
 from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.units import SECOND, unit_of
+from torch_cascade.compiler.work import KeyRun, Work
 
 devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 PREFIXES = [1, 3, 16, 50, 100, 333, 1000, 5000, 20000]
@@ -29,7 +29,8 @@ def test_every_formula_is_a_time(device):
     for each in scenes(device):
         facts = priced(each, device)
         for way in facts.ways().values():
-            assert all(unit_of(kernel.seconds) == SECOND for kernel in way.kernels)
+            for kernel in way.kernels:
+                assert unit_of(kernel.seconds) == unit_of(kernel.formula) == SECOND
             total = cost_terms.total(way.kernels)
             assert float(total.subs(dict(way.values))) == pytest.approx(way.seconds, rel=1e-9)
 
@@ -38,7 +39,7 @@ def test_every_formula_is_a_time(device):
 def test_each_symbol_is_printed_with_its_number(device):
     facts = priced(work(device.kind), device)
     for way in facts.ways().values():
-        said = " ".join(way.lines())
+        said = " ".join([*way.lines(), *way.numbers().values()])
         assert all(symbol in said for symbol in way.numbers())
         assert way.numbers()["N"] == "8" and way.numbers()["read"].endswith("byte/s")
 

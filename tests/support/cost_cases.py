@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from torch_cascade.compiler.cost import KeyRun, Work
-from torch_cascade.compiler.device import GPUS, Device, cpu_device
+from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.device_table import GPUS, cpu_device
+from torch_cascade.compiler.work import KeyRun, Work
 
 DEVICES: dict[str, Device] = {
     **GPUS,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from torch_cascade.compiler.device import GPUS, Device, cpu_device
+from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.device_table import GPUS, cpu_device
 
 CPU = cpu_device("", threads=1)
 """The generic CPU with one thread."""
