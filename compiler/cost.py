@@ -6,18 +6,14 @@ merge. `price` prices both for numbers; symbolic sizes are a matter of `compiler
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
 
 import sympy
 
 from torch_cascade.compiler import cost_terms as terms
 from torch_cascade.compiler.cost_terms import Kernel, PartSymbols
 from torch_cascade.compiler.device import Device
-from torch_cascade.compiler.units import NUMBER, Unit, unit_of
+from torch_cascade.compiler.price import Price
 from torch_cascade.compiler.work import KeyRun, Work
 from torch_cascade.kernels.launch_config import (
     DeviceLimits,
@@ -31,73 +27,8 @@ from torch_cascade.kernels.launch_config import (
 _CPU_BLOCKS = ((768, 256), (192, 64), (0, 32))
 # glibc gives anything larger back to the system when it is freed (M_MMAP_THRESHOLD_MAX).
 _KEPT_BYTES = 32 * 2**20
-# Tiles of torch's own attention (FlashAttention 2), rows and keys, and programs a multiprocessor.
-_LIBRARY_TILE = (64, 128)
-
-
-@dataclass(frozen=True)
-class Price:
-    """One way and its time.
-
-    Attributes:
-        kernels: what runs, one after the other, as formulas.
-        values: the numbers put in.
-        seconds: the sum.
-    """
-
-    kernels: tuple[Kernel, ...]
-    values: Mapping[sympy.Symbol, float]
-    seconds: float
-
-    def lines(self) -> list[str]:
-        """Each kernel with its time and its formula."""
-        return [
-            f"{kernel.name}: {1e6 * _evaluated(kernel.seconds, self.values):.3g} us = "
-            f"{_spaced(kernel.formula)}"
-            for kernel in self.kernels
-        ]
-
-    def numbers(self) -> dict[str, str]:
-        """What every symbol of the formulas is, with its unit; for named ones also their own."""
-        formula = sympy.Add(*(kernel.formula for kernel in self.kernels))
-        named = terms.definitions(formula)
-        used = formula.free_symbols.union(*(expr.free_symbols for expr in named.values()))
-        said = {str(s): self._said(s, named) for s in sorted(used - {terms.ONE_FLOP}, key=str)}
-        return said
-
-    def _said(self, symbol: sympy.Symbol, named: Mapping[sympy.Symbol, sympy.Expr]) -> str:
-        if symbol not in named:
-            return _with_unit(self.values[symbol], unit_of(symbol))
-        value = _evaluated(terms.expanded(symbol), self.values)
-        return f"{_spaced(named[symbol])} = {_with_unit(value, unit_of(symbol))}"
-
-    @classmethod
-    def of(cls, kernels: Sequence[Kernel], values: Mapping[sympy.Symbol, float]) -> Price:
-        """Evaluate the formulas."""
-        seconds = sum(_evaluated(kernel.seconds, values) for kernel in kernels)
-        return cls(tuple(kernels), values, seconds)
-
-
-def _spaced(expr: sympy.Expr) -> str:
-    """An expression whose lines can be broken anywhere."""
-    return re.sub(r"(?<!\*)([*/])(?!\*)", r" \1 ", str(expr))
-
-
-def _with_unit(value: float, unit: Unit) -> str:
-    number = f"{value:.4g}"
-    return number if unit == NUMBER else f"{number} {unit}"
-
-
-@cache
-def _compiled(expr: sympy.Expr) -> tuple[tuple[sympy.Symbol, ...], Callable[..., float]]:
-    symbols = tuple(sorted(expr.free_symbols, key=str))
-    functions = [{"Max": max, "Min": min, "ceiling": math.ceil}]
-    return symbols, sympy.lambdify(symbols, expr, modules=functions)
-
-
-def _evaluated(expr: sympy.Expr, values: Mapping[sympy.Symbol, float]) -> float:
-    symbols, function = _compiled(expr)
-    return float(function(*(values[symbol] for symbol in symbols)))
+# Tiles of FlashAttention 2 (flash_fwd_launch_template.h), rows and keys: with and without splits.
+_SPLIT_TILE, _WHOLE_TILE = (64, 128), (128, 64)
 
 
 def plain(work: Work, device: Device) -> Price:
@@ -215,21 +146,22 @@ def _cpu_cascade(
 def _gpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
     """How FlashAttention 2 covers the queries: a block a tile of rows and query head.
 
-    With one query token it swaps group and query axis, so that a block reads a KV head once.
+    With one query token it swaps group and query axis, so that a block reads a KV head once. The
+    keys are split where there are fewer blocks than multiprocessors.
     """
-    rows, keys = _LIBRARY_TILE
     swapped = work.q_len == 1 and work.heads > work.kv_heads
     heads, tokens = (
         (work.kv_heads, work.heads // work.kv_heads) if swapped else (work.heads, work.q_len)
     )
+    rows, keys = _SPLIT_TILE if swapped else _WHOLE_TILE
     tiles = work.batch * heads * -(-tokens // rows)
     steps = -(-sum(run.length for run in work.runs) // keys)
-    waves = max(1.0, tiles / device["processors"])
+    chain = max(1.0, steps * tiles / device["processors"])
     return {
         terms.SPILLED_BYTES: _spilled_bytes(work, device),
         terms.LIBRARY_ROWS: rows,
         terms.LIBRARY_TILES: tiles,
-        terms.LIBRARY_STEPS: steps * waves,
+        terms.LIBRARY_STEPS: chain,
         terms.LIBRARY: device["library"],
         terms.LIBRARY_STEP: device["library.step"],
     }
@@ -272,6 +204,7 @@ def _gpu_cascade(
     device: Device,
 ) -> Price:
     values |= {terms.ATTEND: device["attend"], terms.STEP: device["step"]}
+    values |= {terms.ATTEND_READ: device["attend.read"]}
     kernels: list[Kernel] = []
     written: list[PartSymbols] = []
     made = launches(replace(work, runs=tuple(used)), device)

@@ -46,6 +46,7 @@ FRESH, STREAM = symbol("fresh", BYTE_RATE), symbol("stream", BYTE_RATE)
 MERGE = symbol("merge", BYTE_RATE)
 LAUNCH = symbol("launch", SECOND)
 MATMUL, ATTEND = symbol("matmul", FLOP_RATE), symbol("attend")
+ATTEND_READ = symbol("attend_read")
 LIBRARY = symbol("library")
 CPU_ATTEND = symbol("attend_rate", FLOP_RATE)
 STEP, LIBRARY_STEP = symbol("step", SECOND), symbol("library_step", SECOND)
@@ -201,7 +202,7 @@ def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> K
     flops = sympy.Add(*(part.tile_flops for part in own))
     work = sympy.Add(*(p.tiles * p.splits * count for p, count in zip(own, steps, strict=True)))
     chain = STEP * Max(*steps, work / P)
-    seconds = LAUNCH + Max(moved / READ, flops / (ATTEND * MATMUL), chain)
+    seconds = LAUNCH + Max(moved / (ATTEND_READ * READ), flops / (ATTEND * MATMUL), chain)
     return Kernel.of("attention over " + " and ".join(str(p.keys) for p in parts), seconds)
 
 

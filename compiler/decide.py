@@ -19,10 +19,10 @@ from torch.utils._sympy.numbers import int_oo
 from torch_cascade.compiler import cost
 from torch_cascade.compiler.break_even import MOST, crossing
 from torch_cascade.compiler.calibration import device_for
-from torch_cascade.compiler.cost import Price
 from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.graph import Size, Sizes
 from torch_cascade.compiler.options import Options
+from torch_cascade.compiler.price import Price
 from torch_cascade.compiler.report import Reason
 from torch_cascade.compiler.work import KeyRun, Work
 

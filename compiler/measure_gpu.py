@@ -96,7 +96,13 @@ def _attend() -> dict[str, float]:
     busy = seconds(lambda: attend_merge(q, [KeyPart(k, v, branches=16)]))
     one, k_one, v_one = _operands(processors, 1, 1, 1, keys=8192, kv_rows=processors)
     chain = seconds(lambda: attend_merge(one, [KeyPart(k_one, v_one)]))
-    return {"attend": flops / busy / rate, "step": chain / (8192 / 64)}
+    alone, k_large, v_large = _operands(8, 32, 8, 1, keys=32768, kv_rows=8)
+    reading = seconds(lambda: attend_merge(alone, [KeyPart(k_large, v_large)]))
+    return {
+        "attend": flops / busy / rate,
+        "attend.read": 2 * k_large.nbytes / reading / _memory()["read"],
+        "step": chain / (8192 / 64),
+    }
 
 
 def _library() -> dict[str, float]:

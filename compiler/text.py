@@ -10,6 +10,7 @@ from itertools import groupby
 
 from torch_cascade.compiler.decide import Decision, Facts
 from torch_cascade.compiler.options import PREFIX, written
+from torch_cascade.compiler.price import time_text
 from torch_cascade.compiler.record import Compilation, SegmentRecord, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
 from torch_cascade.compiler.summary import Report
@@ -131,12 +132,8 @@ def _decision(decision: Decision) -> Iterator[str]:
 def _times_of(facts: Facts | None) -> str:
     if facts is None:
         return ""
-    times = (f"{name} {_time(way.seconds)}" for name, way in facts.ways().items())
+    times = (f"{name} {time_text(way.seconds)}" for name, way in facts.ways().items())
     return f": {', '.join(times)}, {facts.margin:.2g} x, on {facts.device}"
-
-
-def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:.3g} us" if seconds < 1e-3 else f"{1e3 * seconds:.3g} ms"
 
 
 def _turning(break_even: Mapping[str, int | None]) -> str:

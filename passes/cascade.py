@@ -10,6 +10,7 @@ from torch import fx
 from torch_cascade.compiler.decide import Decision, decide
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
+from torch_cascade.compiler.price import time_text
 from torch_cascade.compiler.record import SiteRecord, source_line
 from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.attention import find_attention
@@ -148,6 +149,6 @@ def _refusal(site: AttentionSite, decision: Decision) -> Declined | None:
     assert decision.reason is not None
     numbers = ""
     if decision.facts is not None:
-        times = (f"{n} {1e6 * way.seconds:.3g} us" for n, way in decision.facts.ways().items())
+        times = (f"{n} {time_text(way.seconds)}" for n, way in decision.facts.ways().items())
         numbers = f" ({', '.join(times)})"
     return Declined(decision.reason, site.node.name, f"{decision.why}{numbers}")

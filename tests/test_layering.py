@@ -24,6 +24,7 @@ LEAVES = {
         "device_table",
         "inductor_options",
         "option_values",
+        "price",
         "units",
         "work",
         "graph",

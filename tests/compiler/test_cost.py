@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import sympy
 from support.cost_cases import DEVICES, SCENES, work
 
 from torch_cascade.compiler import cost, cost_terms
@@ -17,6 +18,8 @@ from torch_cascade.compiler.work import KeyRun, Work
 
 devices = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 PREFIXES = [1, 3, 16, 50, 100, 333, 1000, 5000, 20000]
+# One program more or less in a wave turns what is a tie within a few percent.
+ROUNDING = 1.05
 TOPKS = [2, 3, 4, 7, 8, 16, 33, 64]
 
 
@@ -24,15 +27,28 @@ def scenes(device: Device, **changed: int) -> list[Work]:
     return [work(device.kind, **{**scene, **changed}) for scene in SCENES]
 
 
-@devices
-def test_every_formula_is_a_time(device):
-    for each in scenes(device):
-        facts = priced(each, device)
-        for way in facts.ways().values():
-            for kernel in way.kernels:
-                assert unit_of(kernel.seconds) == unit_of(kernel.formula) == SECOND
-            total = cost_terms.total(way.kernels)
-            assert float(total.subs(dict(way.values))) == pytest.approx(way.seconds, rel=1e-9)
+def test_every_formula_is_a_time():
+    """Each kernel of each way, in named symbols and written out."""
+    kernels = {
+        kernel
+        for device in DEVICES.values()
+        for each in [*scenes(device), *scenes(device, element=2)]
+        for way in priced(each, device).ways().values()
+        for kernel in way.kernels
+    }
+    assert len(kernels) > 10
+    for kernel in kernels:
+        assert unit_of(kernel.seconds) == unit_of(kernel.formula) == SECOND, kernel.name
+
+
+@pytest.mark.parametrize("name", ["H200", "generic CPU"])
+def test_the_time_is_the_formula_with_the_numbers_put_in(name):
+    device = DEVICES[name]
+    for way in priced(work(device.kind, root=7), device).ways().values():
+        exact = cost_terms.total(way.kernels).xreplace(
+            {symbol: sympy.Float(value) for symbol, value in way.values.items()}
+        )
+        assert float(exact) == pytest.approx(way.seconds, rel=1e-9)
 
 
 @devices
@@ -44,18 +60,27 @@ def test_each_symbol_is_printed_with_its_number(device):
         assert way.numbers()["N"] == "8" and way.numbers()["read"].endswith("byte/s")
 
 
+def turns_back(facts: list) -> list:
+    """Where a cascade paid and no longer does as a size grows, but for what tiles round."""
+    return [
+        (before, after)
+        for before, after in pairwise(facts)
+        if before.pays and not after.pays and min(before.margin, after.margin) > ROUNDING
+    ]
+
+
 @devices
 def test_more_shared_keys_never_turn_a_cascade_back(device):
     for each in scenes(device):
-        sides = [priced(each, device).with_prefix(length).pays for length in PREFIXES]
-        assert sides == sorted(sides), (each, sides)
+        facts = priced(each, device)
+        assert not turns_back([facts.with_prefix(length) for length in PREFIXES]), each
 
 
 @devices
 def test_more_branches_never_turn_a_cascade_back(device):
     for each in scenes(device):
-        sides = [priced(each, device).with_branches(branches).pays for branches in TOPKS]
-        assert sides == sorted(sides), (each, sides)
+        facts = priced(each, device)
+        assert not turns_back([facts.with_branches(branches) for branches in TOPKS]), each
 
 
 @devices
