@@ -59,6 +59,15 @@ class Line:
     details: dict[str, Any] = field(default_factory=dict)
 
 
+def line_of(content: dict[str, Any]) -> Line:
+    """A line as a file holds it."""
+    results = {
+        name: Result(**{**each, "time": each["time"] and Spread(**each["time"])})
+        for name, each in content["results"].items()
+    }
+    return Line(**{**content, "work": Floor(**content["work"]), "results": results})
+
+
 @dataclass
 class Record:
     """Everything that a run measured.

@@ -1,170 +1,225 @@
-"""Does a rewrite pay: bytes of each strategy as sympy expressions, and the one guard we ever add.
+"""What each way to compute one attention takes: the numbers of a call put into the formulas.
 
-Both sides of a decision compute the same function, so it concerns speed only. Where the sizes do
-not settle it, the comparison itself becomes a guard (`guards="auto"`): sizes on the same side
-share one artefact, and a size that crosses compiles the other side once.
+A way is "plain" (the graph as it is), or a cascade of levels: one `attend` a segment of keys, and a
+merge. `price` prices both for numbers; symbolic sizes are a matter of `compiler/decide.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import replace
 
 import sympy
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._sympy.numbers import int_oo
 
-from torch_cascade.compiler.graph import Size, Sizes
-from torch_cascade.compiler.options import Options
-from torch_cascade.compiler.report import Reason
+from torch_cascade.compiler import cost_terms as terms
+from torch_cascade.compiler.cost_terms import Kernel, PartSymbols
+from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.price import Price
+from torch_cascade.compiler.work import KeyRun, Work
+from torch_cascade.kernels.launch_config import (
+    DeviceLimits,
+    LaunchConfig,
+    SlotShape,
+    Widths,
+    attend_config,
+)
+
+# torch/aten/native/cpu/FlashAttentionKernel.cpp: query rows of a block, by number of rows.
+_CPU_BLOCKS = ((768, 256), (192, 64), (0, 32))
+# glibc gives anything larger back to the system when it is freed (M_MMAP_THRESHOLD_MAX).
+_KEPT_BYTES = 32 * 2**20
+# Tiles of FlashAttention 2 (flash_fwd_launch_template.h), rows and keys: with and without splits.
+_SPLIT_TILE, _WHOLE_TILE = (64, 128), (128, 64)
 
 
-@dataclass(frozen=True)
-class KeyRun:
-    """One segment as the cost model sees it: `rows` KV rows of `length` keys."""
+def plain(work: Work, device: Device) -> Price:
+    """The graph as it is. Sizes of `work` are numbers."""
+    used = [run for run in work.runs if run.length > 0]
+    parts = tuple(PartSymbols.of(i) for i in range(len(used)))
+    values = _values(work, device) | _run_values(parts, used)
+    if device.kind == "cpu":
+        return Price.of(terms.cpu_naive(), values | _cpu_library(work, device))
+    return Price.of(terms.gpu_naive(), values | _gpu_library(work, device))
 
-    rows: Size
-    length: Size
+
+def cascade(work: Work, device: Device) -> Price:
+    """One level a segment. Sizes of `work` are numbers."""
+    used = [run for run in work.runs if run.length > 0]
+    parts = tuple(PartSymbols.of(i) for i in range(len(used)))
+    values = _values(work, device) | _run_values(parts, used)
+    make = _cpu_cascade if device.kind == "cpu" else _gpu_cascade
+    return make(work, used, parts, values, device)
 
 
-@dataclass(frozen=True)
-class Work:
-    """The sizes of one attention that matter for its traffic.
+def _values(work: Work, device: Device) -> dict[sympy.Symbol, float]:
+    """What does not depend on the segments."""
+    values: dict[sympy.Symbol, float] = {
+        terms.N: work.batch,
+        terms.HQ: work.heads,
+        terms.HKV: work.kv_heads,
+        terms.M: work.q_len,
+        terms.DK: work.d_k,
+        terms.DV: work.d_v,
+        terms.Q_BYTES: work.q_bytes,
+        terms.KV_BYTES: work.kv_bytes,
+        terms.ACC_BYTES: work.acc_bytes,
+        terms.NAIVE_HEADS: work.naive_heads,
+        terms.KEYS: sum(run.length for run in work.runs),
+        terms.ONCE: work.kv_heads * work.token_bytes * sum(r.rows * r.length for r in work.runs),
+        terms.COPIED: float(_is_copied(work, device)),
+        terms.ONE_FLOP: 1,
+        terms.READ: device["read"],
+        terms.COPY: device["copy"],
+        terms.LAUNCH: device["launch"],
+        terms.P: device["processors"],
+        terms.MATMUL: device.matmul(work.dtype),
+    }
+    return values
 
-    Attributes:
-        batch, heads, q_len: the query rows N, query heads and tokens a row.
-        kv_heads: heads of the base K and V.
-        token_bytes: bytes of one token's K and V in one head.
-        partial_bytes: bytes of one partial result: a float32 row of V and its log-sum-exp.
-        runs: the segments.
+
+def _is_copied(work: Work, device: Device) -> bool:
+    """Inductor hands a GPU's attention expanded views as they are, and copies them for a CPU's."""
+    return work.copied or device.kind == "cpu"
+
+
+def _spilled_bytes(work: Work, device: Device) -> int:
+    """Bytes of the expanded K and V that attention reads from memory: none if a cache holds them.
+
+    Half of the cache: the other half holds what they were copied from, and what else there is.
     """
-
-    batch: Size
-    heads: Size
-    q_len: Size
-    kv_heads: Size
-    token_bytes: Size
-    partial_bytes: Size
-    runs: tuple[KeyRun, ...]
-
-    def naive_bytes(self) -> Size:
-        """KV bytes that attention over the expanded batch reads."""
-        keys = sum((run.length for run in self.runs), sympy.Integer(0))
-        return self.batch * self.kv_heads * self.token_bytes * keys
-
-    def cascade_bytes(self) -> Size:
-        """KV bytes read once a row, plus each partial result written and read."""
-        tokens = sum((run.rows * run.length for run in self.runs), sympy.Integer(0))
-        partials = len(self.runs) if len(self.runs) > 1 else 0
-        merged = 2 * partials * self.batch * self.heads * self.q_len * self.partial_bytes
-        return self.kv_heads * self.token_bytes * tokens + merged
+    if not _is_copied(work, device):
+        return 0
+    keys = sum(run.length for run in work.runs)
+    written = work.batch * work.naive_heads * keys * work.token_bytes
+    return int(written) if written > device["cache"] / 2 else 0
 
 
-@dataclass(frozen=True)
-class Decision:
-    """What was decided, and on what grounds.
+def _run_values(parts: tuple[PartSymbols, ...], used: list[KeyRun]) -> dict[sympy.Symbol, float]:
+    values: dict[sympy.Symbol, float] = {}
+    for part, run in zip(parts, used, strict=True):
+        values |= {part.rows: run.rows, part.keys: run.length}
+    return values
 
-    Attributes:
-        apply: rewrite or not.
-        why: one sentence.
-        naive, cascade: bytes for the sizes being compiled (None where a size has no hint).
-        guard: the inequality that now guards the artefact, as text; "" for none.
-        reason: why not, where `apply` is false.
+
+# --- CPU ------------------------------------------------------------------------------------------
+
+
+def _cpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
+    keys = sum(run.length for run in work.runs)
+    tensor = work.batch * work.naive_heads * keys * work.d_k * work.kv_bytes
+    return {
+        terms.SPILLED_BYTES: _spilled_bytes(work, device),
+        terms.LIBRARY_ROWS: _cpu_block(work.q_len),
+        terms.FRESH_BYTES: 2 * tensor if tensor > _KEPT_BYTES else 0,
+        terms.FRESH: device["fresh"],
+        terms.STREAM: device["stream"],
+        terms.CPU_ATTEND: device["attend"],
+    }
+
+
+def _cpu_block(rows: int) -> int:
+    return next(block for least, block in _CPU_BLOCKS if rows >= least)
+
+
+def _cpu_cascade(
+    work: Work,
+    used: list[KeyRun],
+    parts: tuple[PartSymbols, ...],
+    values: dict[sympy.Symbol, float],
+    device: Device,
+) -> Price:
+    values |= {terms.STREAM: device["stream"], terms.CPU_ATTEND: device["attend"]}
+    values |= {terms.MERGE: device["merge"]}
+    kernels: list[Kernel] = []
+    for part, run in zip(parts, used, strict=True):
+        packed = work.batch * work.q_len * work.heads // (run.rows * work.kv_heads)
+        values[part.block] = _cpu_block(packed)
+        converted = work.kv_bytes < work.acc_bytes
+        kernels += terms.cpu_part(part, shared=run.rows < work.batch, converted=converted)
+    if len(parts) > 1:
+        kernels.append(terms.cpu_merge(len(parts)))
+    return Price.of(kernels, values)
+
+
+# --- GPU ------------------------------------------------------------------------------------------
+
+
+def _gpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
+    """How FlashAttention 2 covers the queries: a block a tile of rows and query head.
+
+    With one query token it swaps group and query axis, so that a block reads a KV head once. The
+    keys are split where there are fewer blocks than multiprocessors.
     """
-
-    apply: bool
-    why: str
-    naive: int | None = None
-    cascade: int | None = None
-    guard: str = ""
-    reason: Reason | None = None
-
-
-def decide(work: Work, sizes: Sizes, options: Options) -> Decision:
-    """Choose between the naive graph and the cascade for one attention.
-
-    A guard is added only with `decide="auto"`, `guards="auto"` and sizes that do not settle the
-    comparison, all of them backed and without a range given by the user.
-    """
-    naive, cascade = work.naive_bytes(), work.cascade_bytes()
-    numbers = sizes.hint(naive), sizes.hint(cascade)
-    if options.decide == "never":
-        return Decision(False, "decide=never", *numbers, reason=Reason.NEVER)
-    if options.decide == "always":
-        return Decision(True, "decide=always", *numbers)
-    pays = sympy.Lt(cascade, naive)
-    if sizes.known(pays):
-        return Decision(True, "fewer KV bytes for all sizes", *numbers)
-    if sizes.known(sympy.Ge(cascade, naive)):
-        why = "as many KV bytes or more"
-        return Decision(False, why, *numbers, reason=Reason.NOT_PROFITABLE)
-    return _decide_on_hint(pays, numbers, sizes, options)
-
-
-def _decide_on_hint(
-    pays: sympy.Rel, numbers: tuple[int | None, int | None], sizes: Sizes, options: Options
-) -> Decision:
-    if free_unbacked_symbols(pays) or None in numbers:
-        return Decision(True, "sizes known only at run time: taken as long", *numbers)
-    apply, guard = _settled(pays, sizes, options)
-    return Decision(
-        apply,
-        "fewer KV bytes" if apply else "as many KV bytes or more",
-        *numbers,
-        guard=guard,
-        reason=None if apply else Reason.NOT_PROFITABLE,
+    swapped = work.q_len == 1 and work.heads > work.kv_heads
+    heads, tokens = (
+        (work.kv_heads, work.heads // work.kv_heads) if swapped else (work.heads, work.q_len)
     )
+    rows, keys = _SPLIT_TILE if swapped else _WHOLE_TILE
+    tiles = work.batch * heads * -(-tokens // rows)
+    steps = -(-sum(run.length for run in work.runs) // keys)
+    chain = max(1.0, steps * tiles / device["processors"])
+    return {
+        terms.SPILLED_BYTES: _spilled_bytes(work, device),
+        terms.LIBRARY_ROWS: rows,
+        terms.LIBRARY_TILES: tiles,
+        terms.LIBRARY_STEPS: chain,
+        terms.LIBRARY: device["library"],
+        terms.LIBRARY_STEP: device["library.step"],
+    }
 
 
-def _settled(condition: sympy.Rel, sizes: Sizes, options: Options) -> tuple[bool, str]:
-    """A condition on backed sizes, in the call being compiled; and the guard that it became."""
-    assert sizes.shape_env is not None  # static sizes were settled by the caller
-    guarded = options.guards == "auto" and _ranges_are_default(condition, sizes)
-    if guarded:
-        holds = bool(sizes.shape_env.create_symboolnode(condition))
-    else:
-        values = {s: sizes.hint(s) for s in condition.free_symbols}
-        holds = bool(condition.subs(values))
-    taken = str(condition if holds else sympy.Not(condition))
-    return holds, taken if guarded else ""
+def launches(work: Work, device: Device) -> list[tuple[list[int], LaunchConfig]]:
+    """Which segments each launch of `attend_merge` computes, and how; sizes are numbers.
 
-
-def decide_reuse(cached: Size, ratio: Fraction, sizes: Sizes, options: Options) -> Decision:
-    """Choose between recomputing all tokens of a prompt and blending.
-
-    A guard may be added, as by `decide`.
-
-    Args:
-        cached: how many tokens have a cached copy.
-        ratio: the largest share of them that is recomputed.
-        sizes: facts about the sizes.
-        options: what the user wants.
+    By two, from the last on; the one that more rows share comes first in a pair.
     """
-    least = options.min_tokens
-    if options.decide == "never":
-        return Decision(False, "decide=never", reason=Reason.NEVER)
-    if options.decide == "always":
-        return Decision(True, "decide=always")
-    if ratio == 1:
-        return Decision(False, "ratio 1 recomputes every token", reason=Reason.NOT_PROFITABLE)
-    enough, few = f"min_tokens={least} cached tokens or more", f"fewer than min_tokens={least}"
-    condition = sympy.Ge(cached, least)
-    if sizes.known(condition):
-        return Decision(True, f"{cached} cached tokens, {enough}")
-    if sizes.known(sympy.Not(condition)):
-        return Decision(False, f"{cached} cached tokens, {few}", reason=Reason.MIN_TOKENS)
-    if free_unbacked_symbols(condition):
-        return Decision(True, "sizes known only at run time: taken as long")
-    apply, guard = _settled(condition, sizes, options)
-    why = f"{sizes.hint(cached)} cached tokens, {enough if apply else few}"
-    return Decision(apply, why, guard=guard, reason=None if apply else Reason.MIN_TOKENS)
+    count = len(work.runs)
+    odd = count % 2
+    pairs = [[0]] if odd else []
+    pairs += [[i, i + 1] for i in range(odd, count, 2)]
+    made = []
+    for pair in pairs:
+        ordered = sorted(pair, key=lambda i: work.runs[i].rows)
+        runs = [work.runs[i] for i in ordered]
+        nested = len(runs) == 2 and runs[1].rows % runs[0].rows == 0
+        shapes = [
+            SlotShape(
+                run.rows * work.kv_heads,
+                work.batch * work.q_len * work.heads // (run.rows * work.kv_heads),
+                run.length,
+            )
+            for run in runs
+        ]
+        widths = Widths(work.d_k, work.d_v, work.q_bytes, work.kv_bytes)
+        limits = DeviceLimits(int(device["processors"]), int(device["shared"]))
+        config = attend_config(shapes, widths, limits, alone=len(pairs) == 1, nested=nested)
+        made.append((ordered, config))
+    return made
 
 
-def _ranges_are_default(condition: sympy.Basic, sizes: Sizes) -> bool:
-    """True iff no symbol has a user's upper bound: a guard inside it would be an error to them."""
-    assert sizes.shape_env is not None
-    ranges = sizes.shape_env.var_to_range
-    return all(
-        s not in ranges or ranges[s].upper in (int_oo, sympy.oo) or ranges[s].upper >= 2**31
-        for s in condition.free_symbols
-    )
+def _gpu_cascade(
+    work: Work,
+    used: list[KeyRun],
+    parts: tuple[PartSymbols, ...],
+    values: dict[sympy.Symbol, float],
+    device: Device,
+) -> Price:
+    values |= {terms.ATTEND: device["attend"], terms.STEP: device["step"]}
+    values |= {terms.ATTEND_READ: device["attend.read"]}
+    kernels: list[Kernel] = []
+    written: list[PartSymbols] = []
+    made = launches(replace(work, runs=tuple(used)), device)
+    for order, config in made:
+        ours = tuple(parts[i] for i in order)
+        for part, run, slot in zip(ours, (used[i] for i in order), config.slots, strict=True):
+            keys = -(-run.length // slot.splits)
+            values |= {part.block: slot.block_m, part.splits: slot.splits}
+            values[part.steps] = -(-keys // slot.block_n)
+        if config.tail:  # of the suffixes of all branches that a tile has rows of
+            branches = used[order[1]].rows // used[order[0]].rows
+            keys = branches * used[order[1]].length
+            values[ours[1].steps] = -(-keys // config.slots[1].block_n)
+        kernels.append(terms.gpu_launch(ours, tail=config.tail, direct=config.direct))
+        written += ours[:1] if config.tail else ours
+    if not made[0][1].direct:
+        kernels.append(terms.gpu_merge(tuple(written)))
+    return Price.of(kernels, values)

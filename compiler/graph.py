@@ -2,7 +2,7 @@
 
 Sizes are sympy expressions throughout (a Python int becomes `sympy.Integer`), so one currency
 serves static and symbolic shapes. Questions about them go through `Sizes.known`, which proves or
-says no and never adds a guard; the one deliberate guard of this package is in `compiler/cost.py`.
+says no and never adds a guard; the one deliberate guard of this package is in `compiler/decide.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,11 @@ def one_mode(option: object, argument: str | None) -> str | None:
 
 
 def mode_patches(mode: str | None) -> dict[str, Any]:
-    """The configuration that a mode of Inductor stands for."""
+    """Inductor's patches for a mode of `torch.compile`.
+
+    Raises:
+        ValueError: there is no such mode.
+    """
     if not mode:
         return {}
     from torch._inductor import list_mode_options
@@ -38,7 +42,11 @@ def mode_patches(mode: str | None) -> dict[str, Any]:
 
 
 def inductor_patches(given: Mapping[str, object], ours: Iterable[str]) -> dict[str, Any]:
-    """Checks names and types as `torch.compile` does for its own backend."""
+    """Inductor's options by name, checked as `torch.compile` does for its own backend.
+
+    Raises:
+        ValueError: an unknown name, or a value of another type.
+    """
     if not given:
         return {}
     from torch._inductor import config

@@ -3,20 +3,49 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.decide import Decision, Facts
+from torch_cascade.compiler.price import time_text
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
 
 WIDTH = 100
 
 
 def decision_lines(decision: Decision) -> Iterator[str]:
-    """What was decided, and the guard that it left."""
+    """What was decided, on what grounds, and the guard that it left."""
     verb = "applied" if decision.apply else "not applied"
-    yield f"{verb}: {decision.why}{_bytes_of(decision)}"
+    yield f"{verb}: {decision.why}{_times_of(decision.facts)}{_bytes_of(decision)}"
     if decision.guard:
         yield f"guard: {decision.guard}"
+    if decision.facts is not None:
+        yield _turning(decision.break_even or {})
+        yield from _formulas(decision.facts)
+
+
+def _times_of(facts: Facts | None) -> str:
+    if facts is None:
+        return ""
+    times = (f"{name} {time_text(way.seconds)}" for name, way in facts.ways().items())
+    return f": {', '.join(times)}, {facts.margin:.2g} x, on {facts.device}"
+
+
+def _turning(break_even: Mapping[str, int | None]) -> str:
+    """Where the decision turns, if the other sizes stay."""
+    prefix, branches = break_even.get("prefix"), break_even.get("branches")
+    turns = [f"a prefix of {prefix} keys"] if prefix is not None else []
+    turns += [f"{branches} branches"] if branches is not None else []
+    said = " or ".join(turns) or "no length of the prefix and no number of branches"
+    return f"breaks even at {said}"
+
+
+def _formulas(facts: Facts) -> Iterator[str]:
+    """Each way as the sum of its kernels, and the numbers that were put in."""
+    numbers: dict[str, str] = {}
+    for name, way in facts.ways().items():
+        numbers |= way.numbers()
+        yield from (f"{name}, {line}" for line in way.lines())
+    yield "with " + ", ".join(f"{symbol} = {number}" for symbol, number in numbers.items())
 
 
 def _bytes_of(decision: Decision) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, Literal, TypeAlias
 
 KNOWN_PASSES = ("cascade", "blend")
 """Names that the option `passes` accepts, in the order in which the passes run."""
@@ -14,6 +15,7 @@ SELECTORS = ("v", "k", "kv", "heads", "random", "attention")
 """Names that the option `selector` accepts (`torch_cascade.runtime.selection` has them)."""
 
 CheckLayers = tuple[tuple[int, Fraction | None], ...]
+Decide: TypeAlias = Literal["auto", "always", "never"] | Callable[[Any], bool]
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _WORDS |= {"0": False, "false": False, "no": False, "off": False}
@@ -36,6 +38,20 @@ def choice(*words: str) -> Callable[[object], str]:
         return value.strip().lower()
 
     return parse
+
+
+def decide(value: object) -> object:
+    """A word, or a callable from `torch_cascade.compiler.decide.Facts` to a bool."""
+    return value if callable(value) else choice("auto", "always", "never")(value)
+
+
+def calibration(value: object) -> str:
+    """A word, or the path of a file."""
+    if isinstance(value, str) and value.strip().lower() in ("auto", "none"):
+        return value.strip().lower()
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError("auto, none, or the path of a file")
+    return os.fspath(Path(os.fspath(value)).expanduser())
 
 
 def pass_names(value: object) -> tuple[str, ...]:

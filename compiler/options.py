@@ -26,6 +26,7 @@ from torch_cascade.compiler.inductor_options import (
 from torch_cascade.compiler.option_values import (
     KNOWN_PASSES,
     CheckLayers,
+    Decide,
     boolean,
     choice,
     folder,
@@ -33,7 +34,6 @@ from torch_cascade.compiler.option_values import (
 )
 
 PREFIX = "TORCH_CASCADE_"
-Decide: TypeAlias = Literal["auto", "always", "never"]
 Guards: TypeAlias = Literal["auto", "never"]
 
 
@@ -75,10 +75,19 @@ class Options:
     decide: Decide = field(
         default="auto",
         metadata=_about(
-            choice(*get_args(Decide)),
+            values.decide,
             "`auto`: rewrite where the cost model says it pays; `always`: every legal rewrite; "
-            "`never`: analyse and report only",
+            "`never`: analyse and report only; in code also a callable that is given the "
+            "numbers (`compiler.decide.Facts`) and returns a bool",
             in_code=True,
+        ),
+    )
+    calibration: str = field(
+        default="auto",
+        metadata=_about(
+            values.calibration,
+            "figures for the cost model: `auto`: what `python -m torch_cascade calibrate` measured "
+            "on this machine, if it did; `none`: the table of devices; or the path of a file",
         ),
     )
     guards: Guards = field(
@@ -201,6 +210,12 @@ class Options:
         """
         ratios = [(c, self.recompute_ratio if r is None else r) for c, r in self.check_layers]
         return tuple(ratios) if ratios[0][1] else ((-1, Fraction(0)),)
+
+
+def cache_folder() -> Path:
+    """The folder of this package among a user's caches; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "torch_cascade"
 
 
 def written(options: Options) -> dict[str, str]:

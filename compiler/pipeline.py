@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
+from torch_cascade.compiler import calibration
 from torch_cascade.compiler.graph import Sizes, show
 from torch_cascade.compiler.option_values import KNOWN_PASSES
 from torch_cascade.compiler.options import Options
@@ -84,18 +85,19 @@ class Pipeline(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> Any:
-        """Hash of this package's sources and the options, chained with those of the user's passes.
+        """Hash of this package's sources, the options, the figures of the cost model, and others.
 
-        None (the compilation is not cached) where a user's pass or selector has none.
+        It is chained with those of the user's passes, and of callables among the options. None (the
+        compilation is not cached) where one of these has none.
         """
-        selector = self.options.selector
-        others = self.users if isinstance(selector, str) else (*self.users, selector)
+        given = (self.options.decide, self.options.selector)
+        others = (*self.users, *(value for value in given if callable(value)))
         theirs = [getattr(other, "uuid", lambda: None)() for other in others]
         if None in theirs:
             return None
-        return hashlib.sha256(
-            repr((source_hash(), self.options.fingerprint(), theirs)).encode()
-        ).hexdigest()
+        figures = calibration.key(self.options.calibration)
+        ours = (source_hash(), self.options.fingerprint(), figures)
+        return hashlib.sha256(repr((*ours, theirs)).encode()).hexdigest()
 
     def _run(self, each: Pass, graph: fx.Graph, context: PassContext) -> None:
         begin = time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import fx
 
-from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.decide import Decision
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.report import Declined, Reason
 

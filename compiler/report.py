@@ -163,7 +163,7 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Give `reuse_kv` its `chunks`, call `scaled_dot_product_attention`, or choose another one.",
     ),
     Reason.NOT_PROFITABLE: Explanation(
-        "The cost model says that the rewrite reads no less memory at these sizes.",
+        "The cost model says that the rewrite is not faster at these sizes.",
         "`decide=always` rewrites all the same.",
     ),
     Reason.MIN_TOKENS: Explanation(

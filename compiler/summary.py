@@ -20,7 +20,8 @@ The JSON of a report, version 1; "?" marks what may be null:
             shapes     of q, k and v
             scores     what else is done to the scores: a soft-cap, sinks; "" if nothing
             segments   list: keys, base, rows, branches, mask (see `compiler.record.SegmentRecord`)
-            decision?  apply, why, naive_bytes?, cascade_bytes?, guard ("" for none)
+            decision?  apply, why, naive_bytes?, cascade_bytes?, guard ("" for none), and costs?:
+                       device, seconds, formulas (by plain and cascade), numbers, break_even
             rewritten  true or false
             declined?  reason (stable identifier), meaning, detail, hint; null if rewritten
         blend?       cached keys and values; null for a graph without `reuse_kv`:
@@ -40,13 +41,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from torch_cascade.compiler.cost import Decision
+from torch_cascade.compiler.decide import Decision, Facts
 from torch_cascade.compiler.options import written
 from torch_cascade.compiler.record import BlendRecord, Compilation, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
@@ -188,6 +190,20 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "naive_bytes": decision.naive,
         "cascade_bytes": decision.cascade,
         "guard": decision.guard,
+        "costs": None if decision.facts is None else _costs(decision.facts, decision.break_even),
+    }
+
+
+def _costs(facts: Facts, break_even: Mapping[str, int | None] | None) -> dict[str, Any]:
+    numbers = {
+        name: number for way in facts.ways().values() for name, number in way.numbers().items()
+    }
+    return {
+        "device": str(facts.device),
+        "seconds": {name: way.seconds for name, way in facts.ways().items()},
+        "formulas": {name: way.lines() for name, way in facts.ways().items()},
+        "numbers": numbers,
+        "break_even": dict(break_even or {}),
     }
 
 

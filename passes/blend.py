@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from torch_cascade.compiler.cost import Decision, decide_reuse
+from torch_cascade.compiler.decide import Decision
+from torch_cascade.compiler.decide_reuse import decide_reuse
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.option_values import written
 from torch_cascade.compiler.options import Options

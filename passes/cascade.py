@@ -7,9 +7,10 @@ from typing import ClassVar
 
 from torch import fx
 
-from torch_cascade.compiler.cost import Decision, decide
+from torch_cascade.compiler.decide import Decision, decide
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
+from torch_cascade.compiler.price import time_text
 from torch_cascade.compiler.record import SiteRecord, source_line
 from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.attention import find_attention
@@ -146,5 +147,8 @@ def _refusal(site: AttentionSite, decision: Decision) -> Declined | None:
     if decision.apply:
         return None
     assert decision.reason is not None
-    numbers = f"naive {decision.naive} bytes, cascade {decision.cascade} bytes"
-    return Declined(decision.reason, site.node.name, f"{decision.why} ({numbers})")
+    numbers = ""
+    if decision.facts is not None:
+        times = (f"{n} {time_text(way.seconds)}" for n, way in decision.facts.ways().items())
+        numbers = f" ({', '.join(times)})"
+    return Declined(decision.reason, site.node.name, f"{decision.why}{numbers}")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
 import torch
+from torch import fx
 
-from torch_cascade.compiler.cost import KeyRun, Work
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.compiler.work import KeyRun, Work
 from torch_cascade.passes.devices import no_kernel
 from torch_cascade.passes.key_limits import Rows
 from torch_cascade.passes.layout import output_order
 from torch_cascade.passes.mask import MaskReader, SegmentMask
-from torch_cascade.passes.prefix import Segment, batch_size, segments
-from torch_cascade.passes.site import AttentionSite
+from torch_cascade.passes.pieces import Piece
+from torch_cascade.passes.prefix import Segment, axis_size, batch_size, segments
+from torch_cascade.passes.site import AttentionSite, Operand
+
+aten = torch.ops.aten
 
 # A softmax whose visible scores are below this has no correct digit left in float32, so a finite
 # fill at or below it hides a key as -inf does, wherever the row sees another key.
@@ -162,16 +167,52 @@ def _joinable(a: Segment, b: Segment, sizes: Sizes) -> bool:
 
 def _work(site: AttentionSite, parts: tuple[Part, ...]) -> Work:
     axes = dict(zip(site.q.axes, shape(site.q.node), strict=True))
-    base = parts[0].segments[0].k
-    k, v = tensor(site.k.node), tensor(site.v.node)
+    first = parts[0].segments[0]
+    q, v = tensor(site.q.node), tensor(site.v.node)
     widths = {name: shape(o.node)[o.axes.index("d")] for name, o in (("k", site.k), ("v", site.v))}
-    acc = 8 if k.element_size() == 8 else 4
     return Work(
         batch=batch_size(site),
         heads=axes.get("h", sympy.Integer(1)),
         q_len=axes["q"],
-        kv_heads=sympy.prod([d.size for d in base.digits("h")]),
-        token_bytes=widths["k"] * k.element_size() + widths["v"] * v.element_size(),
-        partial_bytes=acc * (widths["v"] + 1),
+        kv_heads=sympy.prod([d.size for d in first.k.digits("h")]),
+        naive_heads=axis_size(site.k, "h"),
+        d_k=widths["k"],
+        d_v=widths["v"],
+        q_bytes=q.element_size(),
+        kv_bytes=tensor(first.k.base).element_size() if first.is_stored else v.element_size(),
+        dtype=str(q.dtype).removeprefix("torch."),
+        copied=any(_is_copied(o.node, s) for o, s in _keys_of(site, parts)),
+        device=q.device,
         runs=tuple(KeyRun(p.segments[0].rows, p.length) for p in parts),
     )
+
+
+def _keys_of(site: AttentionSite, parts: tuple[Part, ...]) -> Iterator[tuple[Operand, Piece]]:
+    for part in parts:
+        for segment in part.segments:
+            yield site.k, segment.k
+            yield site.v, segment.v
+
+
+_VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.expand.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.permute.default,
+        aten.transpose.int,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.alias.default,
+    }
+)
+
+
+def _is_copied(node: fx.Node, piece: Piece) -> bool:
+    """True unless `node` is a chain of views of the piece's base: a join or a clone copies."""
+    while node is not piece.base:
+        if node.target not in _VIEWS:
+            return True
+        node = node.args[0]  # type: ignore[assignment]
+    return False

@@ -24,7 +24,19 @@ def pytest_collection_modifyitems(items):
 def _clean_slate(monkeypatch):
     for variable in [name for name in os.environ if name.startswith("TORCH_CASCADE_")]:
         monkeypatch.delenv(variable)
+    _same_machine(monkeypatch)
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
+
+
+def _same_machine(monkeypatch):
+    """Decisions do not depend on the machine that runs the tests, nor on its calibration."""
+    from support import machines
+
+    from torch_cascade.compiler import calibration
+
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(calibration, "_table", machines.fixed)
+    monkeypatch.setattr(calibration, "default_path", machines.uncalibrated)

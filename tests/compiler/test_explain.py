@@ -358,7 +358,14 @@ def test_json_has_what_its_documentation_says_and_what_the_text_says():
         report.compilations[0].after,
     )
     assert {*site["segments"][0]} == {"keys", "base", "rows", "branches", "mask"}
-    assert {*site["decision"]} == {"apply", "why", "naive_bytes", "cascade_bytes", "guard"}
+    numbers = {"naive_bytes", "cascade_bytes", "guard", "costs"}
+    assert {*site["decision"]} == {"apply", "why", *numbers}
+    costs = site["decision"]["costs"]
+    assert {*costs} == {"device", "seconds", "formulas", "numbers", "break_even"}
+    assert costs["device"] in flat(report) and costs["numbers"]["N"] == str(B * T)
+    assert {*costs["seconds"]} == {*costs["formulas"]} == {"plain", "cascade"}
+    for line in costs["formulas"]["plain"] + costs["formulas"]["cascade"]:
+        assert " ".join(line.split()) in flat(report)
     refused = content["graphs"][1]["sites"][0]
     assert refused["declined"]["reason"] == "dropout" and not refused["rewritten"]
     assert {*refused["declined"]} == {"reason", "meaning", "detail", "hint"}

@@ -13,6 +13,7 @@ EVERY = {
     "disable": (False, False, "1", True),
     "passes": ([], (), "cascade", ("cascade",)),
     "decide": ("always", "always", "never", "never"),
+    "calibration": ("none", "none", "auto", "auto"),
     "guards": ("auto", "auto", "never", "never"),
     "batch_invariant": (True, True, "0", False),
     "recompute_ratio": (0.1, Fraction(1, 10), "3/20", Fraction(3, 20)),
