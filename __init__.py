@@ -55,7 +55,12 @@ def __getattr__(name: str) -> Any:
         return metadata.version("torch-cascade")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    try:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "transformers":
+            raise
+        raise ImportError(f"{name} needs transformers: pip install 'torch-cascade[hf]'") from error
     globals()[name] = value
     return value
 

@@ -14,12 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from torch_cascade.runtime.blend_layers import BlendLayer, KeyValue, Reuse
 from torch_cascade.runtime.rotation_check import LayerRotation
 from torch_cascade.runtime.take_kv import Pending
-
-from transformers.cache_utils import Cache  # isort: skip  (blend_layers says what to install)
 
 
 class Loading(Protocol):

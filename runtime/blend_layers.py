@@ -10,15 +10,11 @@ from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from torch_cascade.kernels.ops import reuse_kv
 from torch_cascade.runtime.positions import RotatedSlice, Turn, rotate_keys
 from torch_cascade.runtime.take_kv import Pending
-
-try:
-    from transformers.cache_utils import DynamicLayer
-except ImportError as error:
-    raise ImportError("BlendCache needs transformers: pip install 'torch-cascade[hf]'") from error
 
 KeyValue: TypeAlias = tuple[Tensor, Tensor]
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 
 from torch_cascade.runtime.blend_layers import KeyValue
 from torch_cascade.runtime.chunk_parts import Ids
 from torch_cascade.runtime.positions import Frequencies, RopeTable
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import ModelRotation
-
-from transformers.cache_utils import DynamicCache  # isort: skip  (blend_layers says what to install)
 
 
 @dataclass(frozen=True)

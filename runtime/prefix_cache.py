@@ -13,12 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-
-from torch_cascade.runtime.blend_layers import BlendLayer
-from torch_cascade.runtime.prefix_layers import GrowingLayer, SharedPrefixLayer
-from torch_cascade.runtime.static_layer import StaticLayer
-
-from transformers.cache_utils import (  # isort: skip  (prefix_layers says what to install)
+from transformers.cache_utils import (
     Cache,
     DynamicCache,
     DynamicLayer,
@@ -26,7 +21,11 @@ from transformers.cache_utils import (  # isort: skip  (prefix_layers says what 
     EncoderDecoderCache,
     StaticSlidingWindowLayer,
 )
-from transformers.cache_utils import StaticLayer as HFStaticLayer  # isort: skip
+from transformers.cache_utils import StaticLayer as HFStaticLayer
+
+from torch_cascade.runtime.blend_layers import BlendLayer
+from torch_cascade.runtime.prefix_layers import GrowingLayer, SharedPrefixLayer
+from torch_cascade.runtime.static_layer import StaticLayer
 
 KeyValue: TypeAlias = tuple[Tensor, Tensor]
 

@@ -13,13 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-
-try:
-    from transformers.cache_utils import CacheLayerMixin
-except ImportError as error:
-    raise ImportError(
-        "SharedPrefixCache needs transformers: pip install 'torch-cascade[hf]'"
-    ) from error
+from transformers.cache_utils import CacheLayerMixin
 
 
 class SharedPrefixLayer(CacheLayerMixin):

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from torch_cascade.runtime.positions import RopeTable
-from torch_cascade.runtime.prefix_cache import cache_argument
-from torch_cascade.runtime.rotary_modules import Rotary
-
-from transformers.cache_utils import (  # isort: skip  (prefix_layers says what to install)
+from transformers.cache_utils import (
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+
+from torch_cascade.runtime.positions import RopeTable
+from torch_cascade.runtime.prefix_cache import cache_argument
+from torch_cascade.runtime.rotary_modules import Rotary
 
 _TOKENS = 32
 # Near positions first: a model with learned positions has few, and is refused by these.

@@ -13,8 +13,6 @@ LEAVES = {
     f"compiler.{name}"
     for name in (
         "options",
-        "option_values",
-        "inductor_options",
         "report",
         "record",
         "break_even",
@@ -22,6 +20,7 @@ LEAVES = {
         "cost",
         "cost_terms",
         "decide",
+        "decide_reuse",
         "device",
         "device_table",
         "inductor_options",

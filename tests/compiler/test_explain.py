@@ -389,13 +389,13 @@ def test_public_names_load_on_first_use_and_no_others_exist():
         _ = torch_cascade.explane
 
 
-def test_a_missing_extra_is_one_line(monkeypatch):
+@pytest.mark.parametrize("wanted", ["SharedPrefixCache", "BlendCache", "ChunkStore"])
+def test_a_missing_extra_is_one_line(monkeypatch, wanted):
     for name in [*sys.modules]:
-        if name.startswith(("transformers", "torch_cascade.runtime.prefix")):
+        if name.startswith(("transformers", "torch_cascade.runtime")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.delitem(vars(torch_cascade), "SharedPrefixCache", raising=False)
+    monkeypatch.delitem(vars(torch_cascade), wanted, raising=False)
     with pytest.raises(ImportError) as caught:
-        _ = torch_cascade.SharedPrefixCache
-    said = "SharedPrefixCache needs transformers: pip install 'torch-cascade[hf]'"
-    assert str(caught.value) == said
+        getattr(torch_cascade, wanted)
+    assert str(caught.value) == f"{wanted} needs transformers: pip install 'torch-cascade[hf]'"
