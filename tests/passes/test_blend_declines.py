@@ -19,6 +19,7 @@ from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import blend, blend_emit
 from torch_cascade.passes.blend import BlendPass
+from torch_cascade.passes.token_registry import rule_of
 
 
 def assert_declined(model, args, reason, detail="", **options):
@@ -106,6 +107,12 @@ def test_the_same_above_the_check_layer_is_no_matter():
 
     _, record = compiled(Plain(), x, cached, fresh, None, above, strict=True)
     assert record.declined is None
+
+
+def test_a_model_in_shards_is_declined():
+    """Ranks that hold some heads each would choose rows of their own; their sum would mix rows."""
+    assert rule_of(torch.ops._c10d_functional.all_reduce.default) is None
+    assert rule_of(torch.ops._c10d_functional.wait_tensor.default) is None
 
 
 def test_grouped_experts():
