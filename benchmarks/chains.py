@@ -56,9 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.model is None:
         model = chain_model.train(options.seed, options.steps, options.batch, say)
     else:
-        from transformers import LlamaForCausalLM
-
-        model = LlamaForCausalLM.from_pretrained(options.model).eval().requires_grad_(False)
+        model = load(options.model)
     if options.save is not None:
         model.save_pretrained(options.save)
     asked = chain_task.draw(
@@ -78,6 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _write(path, options, lines)
     say(f"written: {path}")
     return 0
+
+
+def load(folder: Path) -> Any:
+    """A model that `--save` kept, in evaluation mode."""
+    from transformers import LlamaForCausalLM
+
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    return model.eval().requires_grad_(False)
 
 
 def _tell(

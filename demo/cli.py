@@ -16,6 +16,8 @@ from torch_cascade.demo.errors import DemoError
 
 NEEDED = ("transformers", "safetensors", "rich")
 NEEDED_TO_UNPACK = ("accelerate", "gguf")  # only for the packaged model
+BACKEND = "cascade"
+STOCK_BACKEND = "inductor"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -37,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere"
     )
     parser.add_argument("--layers", type=count, help="keep only the first layers: a quick run")
+    parser.add_argument(
+        "--rag", action="store_true", help="answer from cached documents instead of branching"
+    )
+    parser.add_argument(
+        "--ratio", metavar="R", help="with --rag: share of their tokens to recompute (0.15)"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the numbers there, too")
 
 
@@ -57,7 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     """
     try:
         _check_installed(NEEDED if arguments.model else NEEDED + NEEDED_TO_UNPACK)
-        _run(arguments)
+        _check_together(arguments)
+        (_run_rag if arguments.rag else _run)(arguments)
     except DemoError as error:
         print(error, file=sys.stderr)
         return 2
@@ -70,30 +79,82 @@ def _check_installed(names: Sequence[str]) -> None:
         raise DemoError(f"the demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
+def _check_together(arguments: argparse.Namespace) -> None:
+    """Options that say nothing in the mode that was asked for are mistakes."""
+    given = {
+        "--prompt-file": arguments.rag and arguments.prompt_file is not None,
+        "--prompt-tokens": arguments.rag and arguments.prompt_tokens is not None,
+        "--ratio": not arguments.rag and arguments.ratio is not None,
+    }
+    for name in (name for name, wrong in given.items() if wrong):
+        raise DemoError(f"{name} {'goes not with' if arguments.rag else 'needs'} --rag")
+
+
 def _check_length(config: Any, length: int) -> None:
     limit = getattr(config.get_text_config(), "max_position_embeddings", length)
     if length > limit:
         raise DemoError(f"prompt and new tokens are {length}, the model takes {limit}")
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
+def _load(console: Any, arguments: argparse.Namespace) -> tuple[Any, Any, str]:
+    """Model, tokenizer, and a line about them."""
+    from torch_cascade.demo import model
 
-    from torch_cascade.demo import engines, model, prompt, report
-    from torch_cascade.runtime.prefix_cache import cache_argument
-
-    console = Console()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     dtype = DTYPES[arguments.dtype or ("float32" if device == "cpu" else "bfloat16")]
     with console.status("loading the model (the first time it is unpacked: half a minute)"):
         folder = Path(arguments.model) if arguments.model else model.default_folder()
         lm, tokenizer = model.load(folder, dtype, device, arguments.layers)
-        ids = prompt.build(tokenizer, arguments.prompt_file, arguments.prompt_tokens).to(device)
-        _check_length(lm.config, ids.shape[1] + arguments.new_tokens)
+    about = f"{folder.name}: {lm.config.num_hidden_layers} layers, {str(dtype)[6:]} on {device}"
+    return lm, tokenizer, about
+
+
+def _run_rag(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from torch_cascade.compiler.options import Options
+    from torch_cascade.demo import rag, rag_report
+
+    console = Console()
+    ratio = arguments.ratio or "0.15"
+    try:
+        Options.resolve({"recompute_ratio": ratio})
+    except ValueError as error:
+        raise DemoError(f"--ratio: {error}") from error
+    lm, tokenizer, about = _load(console, arguments)
+    prompt = rag.parts(tokenizer)
+    cached = sum(len(part) for part in prompt[:-1])
+    _check_length(lm.config, cached + len(prompt[-1]) + arguments.new_tokens)
+    console.print(
+        f"{about}; {len(prompt) - 2} documents and an instruction of {cached} tokens, cached; "
+        f"{len(prompt[-1])} tokens of a question; blend computes {ratio} of the cached again",
+        highlight=False,
+    )
+    with console.status("reading the documents, each alone") as status:
+        running = rag.ways(lm, prompt, ratio, (STOCK_BACKEND, BACKEND))
+        ends = {tokenizer.eos_token_id}
+        rag.read(lm, running, ends, arguments.new_tokens, status.update)
+    rag_report.show(console, running, tokenizer)
+    if arguments.json:
+        setup = {"cached_tokens": cached, "torch": torch.__version__, "ratio": ratio}
+        content = setup | {"arguments": vars(arguments), "ways": rag.measure(running)}
+        Path(arguments.json).write_text(json.dumps(content, default=str, indent=1) + "\n")
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from torch_cascade.demo import engines, prompt, report
+    from torch_cascade.runtime.prefix_cache import cache_argument
+
+    console = Console()
+    lm, tokenizer, about = _load(console, arguments)
     with console.status("reading the prompt"):
+        ids = prompt.build(tokenizer, arguments.prompt_file, arguments.prompt_tokens).to(lm.device)
+        _check_length(lm.config, ids.shape[1] + arguments.new_tokens)
         running = engines.build(lm, ids, arguments.branches, arguments.new_tokens)
     console.print(
-        f"{folder.name}: {lm.config.num_hidden_layers} layers, {str(dtype)[6:]} on {device}; "
+        f"{about}; "
         f"{ids.shape[1]} prompt tokens, {arguments.branches} branches, "
         f"{arguments.new_tokens} new tokens each",
         highlight=False,

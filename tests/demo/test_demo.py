@@ -13,11 +13,12 @@ import torch
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
+from support.backend import eager_cascade  # noqa: E402
 from support.hf_models import VOCABULARY, WINDOWED, tiny_model  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from torch_cascade.__main__ import main  # noqa: E402
-from torch_cascade.demo import cli, decode, engines, model, prompt, report  # noqa: E402
+from torch_cascade.demo import cli, decode, engines, model, prompt, rag, report  # noqa: E402
 from torch_cascade.runtime.prefix_cache import cache_argument  # noqa: E402
 
 NEW_TOKENS = 9
@@ -254,3 +255,48 @@ def test_an_interrupted_unpacking_leaves_nothing(monkeypatch, tmp_path):
     with pytest.raises(OSError, match="disk full"):
         model._convert(tmp_path / "model.gguf", tmp_path / "checkpoints" / "one")
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The passes as they are, without code generation."""
+    real = torch.compile
+
+    def compile_(model, backend, dynamic, options=None):
+        assert dynamic is False
+        return real(model, backend=backend if options is None else eager_cascade(**options))
+
+    monkeypatch.setattr(cli, "STOCK_BACKEND", "eager")
+    monkeypatch.setattr(rag, "REPEAT", 2)
+    monkeypatch.setattr(rag.torch, "compile", compile_)
+
+
+def test_a_question_about_cached_documents(folder, tmp_path, capsys, interpreted):
+    numbers = tmp_path / "numbers.json"
+    assert run(folder, "--rag", "--device", "cpu", "--ratio", "1/4", "--json", str(numbers)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "5 documents" in said and "blend computes 1/4 of the cached again" in said
+    made = json.loads(numbers.read_text())
+    assert list(made["ways"]) == ["full", "reuse", "blend"] and made["ratio"] == "1/4"
+    kl = {name: way["kl"] for name, way in made["ways"].items()}
+    assert kl["full"] == 0 < kl["reuse"] and kl["blend"] > 0
+    assert all(way["first_token_ms"] > 0 for way in made["ways"].values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rag", "--prompt-tokens", "30"), "--prompt-tokens goes not with --rag"),
+        (("--ratio", "0.2"), "--ratio needs --rag"),
+        (("--rag", "--ratio", "1.5"), "--ratio: "),
+    ],
+)
+def test_options_that_do_not_go_together(folder, options, message, capsys):
+    assert run(folder, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_parts_of_the_prompt_are_tokenized_by_themselves(folder):
+    _, tokenizer = model.load(folder, torch.float32, "cpu", None)
+    found = rag.parts(tokenizer, ["Wind from the", "north"])
+    assert [tokenizer.decode(x) for x in found[1:3]] == ["Wind from the", "<pad>"]
