@@ -9,9 +9,9 @@ OPTIONS = {"decide": "always", "strict": True, "check_layers": "0:0.4,1:0.2"}
 
 
 def test_generated_code_is_like_the_interpreted_graph():
-    """A batch of two, gradual, in float32 against float64."""
+    """A batch of three, gradual, in float32 against float64."""
     model, options = Plain(), OPTIONS | {"selector": "random"}
-    args = inputs(batch=2)
+    args = inputs(batch=3)
     double = tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, args)
     eager, record = compiled(model, *args, **options)
     exact, _ = compiled(Plain().double(), *double, **options)

@@ -80,7 +80,7 @@ EXITS = {
 @pytest.mark.parametrize("name", EXITS)
 def test_last_tokens_however_they_are_asked_for(name):
     then, last = EXITS[name]
-    model, args = Plain(then=then), inputs(batch=2)
+    model, args = Plain(then=then), inputs(batch=3)
     got, record = compiled(model, *args, recompute_ratio=1, strict=True, verify=True)
     with torch.no_grad():
         torch.testing.assert_close(got, model(*args))
@@ -139,7 +139,7 @@ def test_layers_that_disagree():
     def two(x, cached, fresh):
         first = x
         for number, qkv in enumerate(module.qkv):
-            heads = qkv(first).view(1, T, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            heads = qkv(first).view(1, T, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
             q, k, v = heads.unbind(0)
             k, v = reuse_kv(k, v, *cached[number], fresh + number)
             first = first + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)

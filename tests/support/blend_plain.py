@@ -37,7 +37,7 @@ class Plain(nn.Module):
     ) -> Any:
         """x [N, T, WIDTH]; `between` follows each layer, `then` the last."""
         for number, qkv in enumerate(self.qkv):
-            heads = qkv(x).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+            heads = qkv(x).view(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
             q, k, v = heads.unbind(0)
             k, v = reuse_kv(k, v, *cached[number], fresh, chunks)
             x = x + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
@@ -47,7 +47,7 @@ class Plain(nn.Module):
 
 def inputs(batch: int = 1, layers: int = 3, tokens: int = T) -> tuple[Any, ...]:
     """x, the cached keys and values of each layer, and the two last tokens as fresh ones."""
-    shape = batch, 2, tokens, WIDTH // 2
+    shape = batch, 4, tokens, WIDTH // 4
     cached = [(torch.randn(shape), torch.randn(shape)) for _ in range(layers)]
     fresh = torch.tensor([[tokens - 2, tokens - 1]]).repeat(batch, 1)
     return torch.randn(batch, tokens, WIDTH), cached, fresh
