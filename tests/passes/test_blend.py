@@ -15,7 +15,7 @@ from support.blend_models import (
     prompt_of,
 )
 from support.reuse_models import MarkedLayer
-from support.tolerance import assert_close_to_reference, max_error
+from support.tolerance import assert_close_to_reference
 from transformers import Cache, DynamicCache
 
 from torch_cascade import SharedPrefixCache, reuse_kv
@@ -166,7 +166,8 @@ def test_a_row_of_a_batch_is_like_one_alone():
     assert_blend(alone, "Qwen3", prompt.row(1), {1: "0.15"})
     together, rows = expected(model, prompt, {1: "0.15"})
     assert rows[1] == expected(model, prompt.row(1), {1: "0.15"})[1][0]
-    assert max_error(alone.logits[0], together.logits[1].double()) < 1e-5
+    exact, _ = expected(model_of("Qwen3", torch.float64), prompt.to(torch.float64), {1: "0.15"})
+    assert_close_to_reference(alone.logits[0], together.logits[1], exact.logits[1])
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
@@ -199,12 +200,20 @@ class TestBothPasses:
             )
             decoded = step(steps)
             record = last_compilation()
-            naive = DynamicCache()
-            for number, (k, v) in enumerate(got.caches):
-                naive.update(k.repeat(branches, 1, 1, 1), v.repeat(branches, 1, 1, 1), number)
-            wanted = model(steps, past_key_values=naive).logits
         assert record.rewritten == 3 and record.blend is None
-        assert max_error(decoded, wanted.double()) < 1e-5
+        wanted = _expanded(model, got.caches, steps)
+        pairs = [(k.double(), v.double()) for k, v in got.caches]
+        exact = _expanded(model_of("Llama", torch.float64), pairs, steps)
+        assert_close_to_reference(decoded, wanted, exact)
+
+
+def _expanded(model, caches, steps):
+    """A decoding step from a cache of every branch."""
+    naive = DynamicCache()
+    for number, pair in enumerate(caches):
+        naive.update(*(x.repeat(len(steps), 1, 1, 1) for x in pair), number)
+    with torch.no_grad():
+        return model(steps, past_key_values=naive).logits
 
 
 class _Behind(MarkedLayer):
