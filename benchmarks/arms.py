@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 FULL = "full"
@@ -18,6 +19,8 @@ GRADUAL = {
     "gradual attention": ("attention", {1: Fraction(7, 3), 3: None}),
 }
 """Selector, and the ratio at each check layer as a multiple of the arm's; None: what is left."""
+
+LEAST = Fraction(3, 4)
 
 NAMES = (*PLAIN, *GRADUAL)
 
@@ -90,12 +93,13 @@ def gradual(
 
     Args:
         multiples: for each check layer its ratio as a multiple of `ratio`, cut to 1; None for the
-            last, which takes what is left.
+            last, which takes what is left. In a model so shallow that this would be less than
+            `LEAST` of `ratio`, all are moved towards 1.
         ratio: of the single check.
         layers: of the model.
 
     Raises:
-        ValueError: the model has too few layers, or nothing is left.
+        ValueError: the model has too few layers.
 
     Example:
         >>> gradual({1: Fraction(2), 3: None}, Fraction(1, 10), 11)
@@ -104,13 +108,13 @@ def gradual(
     *earlier, last = sorted(multiples)
     if last >= layers:
         raise ValueError(f"check layer {last} of a model of {layers} layers")
-    stages = {x: min(Fraction(1), (multiples[x] or Fraction(0)) * ratio) for x in earlier}
+    more = {x: (multiples[x] or Fraction(1)) - 1 for x in earlier}
+    spans = dict(zip(earlier, (y - x for x, y in pairwise([*earlier, last])), strict=True))
+    excess = sum((more[x] * spans[x] for x in earlier), Fraction(0))
+    moved = min(Fraction(1), (1 - LEAST) * (layers - last) / excess)
+    stages = {x: min(Fraction(1), (1 + moved * more[x]) * ratio) for x in earlier}
     used = rows(stages | {last: Fraction(0)}, layers)
-    left = rows({CHECK: ratio}, layers) - used
-    stages[last] = left / (layers - last)
-    if not 0 < stages[last] <= stages[earlier[-1]]:
-        raise ValueError(f"check layers {multiples} leave {left} of ratio {ratio}")
-    return stages
+    return stages | {last: (rows({CHECK: ratio}, layers) - used) / (layers - last)}
 
 
 def all_arms(names: Sequence[str], ratios: Sequence[Fraction], layers: int) -> list[Arm]:

@@ -57,7 +57,13 @@ def build(seed: int) -> tuple[Any, Sides]:
     return model, Sides(int(SIZES["hidden_size"] or 0))
 
 
-def train(seed: int, steps: int, batch: int, say: Callable[[str], None] = lambda text: None) -> Any:
+def train(
+    seed: int,
+    steps: int,
+    batch: int,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda text: None,
+) -> Any:
     """A trained model in evaluation mode, with an ordinary embedding table.
 
     The loss asks for the root value at every question and every statement; the latter stands in
@@ -67,16 +73,18 @@ def train(seed: int, steps: int, batch: int, say: Callable[[str], None] = lambda
         seed: of weights and data.
         steps: of AdamW.
         batch: prompts a step.
+        device: to train on.
         say: told now and then how it goes.
     """
     model, sides = build(seed)
+    model, sides = model.to(device), sides.to(device)
     parameters = [p for name, p in model.named_parameters() if "embed_tokens" not in name]
     optimizer = torch.optim.AdamW([*parameters, *sides.parameters()], RATE, weight_decay=0.01)
     plan = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     generator = torch.Generator().manual_seed(seed)
     began = time.monotonic()
     for step in range(1, steps + 1):
-        chains = task.draw(batch, generator)
+        chains = task.draw(batch, generator).to(device)
         hidden = model.model(inputs_embeds=sides(chains.ids), use_cache=False).last_hidden_state
         logits = functional.linear(hidden, model.lm_head.weight[: task.VALUES])
         loss = functional.cross_entropy(
@@ -94,7 +102,7 @@ def train(seed: int, steps: int, batch: int, say: Callable[[str], None] = lambda
             )
     with torch.no_grad():
         model.model.embed_tokens.weight[task.VALUES :] = sides(
-            torch.arange(task.VALUES, task.VOCABULARY)
+            torch.arange(task.VALUES, task.VOCABULARY, device=device)
         )
     return model.eval().requires_grad_(False)
 

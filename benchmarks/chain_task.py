@@ -44,6 +44,10 @@ class Chains:
     answers: Tensor
     hops: Tensor
 
+    def to(self, device: str) -> Chains:
+        """The same prompts on a device."""
+        return Chains(self.ids.to(device), self.answers.to(device), self.hops.to(device))
+
     def parts(self, row: int) -> list[Tensor]:
         """The chunks of a prompt and its questions."""
         return list(self.ids[row].split([CHUNK_TOKENS] * CHUNKS + [QUESTIONS]))

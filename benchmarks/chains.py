@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prompts", type=at_least_one, default=500, help="to ask (500)")
     made.add_argument("--arms", nargs="+", choices=arms.NAMES, default=arms.NAMES, metavar="ARM")
     made.add_argument("--ratios", nargs="+", type=ratio, default=RATIOS, metavar="R")
+    made.add_argument("--device", default="cpu", help="to train and ask on (cpu)")
     made.add_argument("--code", choices=CODES, default=CODES[0])
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
     return made
@@ -54,25 +55,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=max(120, Console().width))
     say = lambda text: console.print(text, markup=False, highlight=False)  # noqa: E731
     if options.model is None:
-        model = chain_model.train(options.seed, options.steps, options.batch, say)
+        model = chain_model.train(options.seed, options.steps, options.batch, options.device, say)
     else:
-        model = load(options.model)
+        model = load(options.model).to(options.device)
     if options.save is not None:
         model.save_pretrained(options.save)
     asked = chain_task.draw(
         options.prompts, torch.Generator().manual_seed(options.seed + 1_000_003)
     )
     blender = Blender(model, options.code)
-    path = options.json or record.default_path("chains", torch.device("cpu"))
+    path = options.json or record.default_path("chains", torch.device(options.device))
     lines: list[dict[str, Any]] = []
-    eager = blender.eager(asked.ids, chain_task.QUESTIONS)
+    eager = blender.eager(asked.ids.to(options.device), chain_task.QUESTIONS)
     chosen = arms.all_arms(options.arms, options.ratios, chain_model.LAYERS)
-    _tell(lines, "eager", "1", {}, eager, asked, say)
+    _tell(lines, "eager", "1", {}, eager.cpu(), asked, say)
     for arm in chosen:
         logits = blender.compiled(arm)
         rows = torch.arange(options.prompts).split(BATCH)
         got = [logits([asked.parts(int(i)) for i in x], chain_task.QUESTIONS) for x in rows]
-        _tell(lines, arm.name, str(arm.ratio), arm.options, torch.cat(got), asked, say)
+        _tell(lines, arm.name, str(arm.ratio), arm.options, torch.cat(got).cpu(), asked, say)
         _write(path, options, lines)
     say(f"written: {path}")
     return 0
@@ -112,7 +113,7 @@ def _write(path: Path, options: argparse.Namespace, lines: Sequence[dict[str, An
     content = {
         "schema": 1,
         "benchmark": "chains",
-        "device": record.describe(torch.device("cpu")),
+        "device": record.describe(torch.device(options.device)),
         "date": datetime.now(timezone.utc).isoformat("T", "seconds"),
         "versions": record.versions(),
         "settings": {x: getattr(options, x) for x in ("steps", "batch", "seed", "prompts", "code")},

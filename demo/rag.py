@@ -92,7 +92,7 @@ def ways(model: Any, prompt: Sequence[Tensor], ratio: str, engines: tuple[str, s
         return store.blend([part.tolist() for part in prompt])
 
     def compiled(share: str) -> Any:
-        options = {"recompute_ratio": share, "decide": "always", "strict": True}
+        options: dict[str, Any] = {"recompute_ratio": share, "decide": "always", "strict": True}
         return torch.compile(model, backend=ours, dynamic=False, options=options)
 
     return [

@@ -38,9 +38,10 @@ def test_gradual_arms_compute_as_many_rows_as_a_single_check(name, ratio):
     assert sorted(stages.values(), reverse=True) == [stages[layer] for layer in sorted(stages)]
 
 
-def test_a_budget_that_is_spent_before_the_last_check_is_an_error():
-    with pytest.raises(ValueError, match="leave -2/5 of ratio 1/5"):
-        arms.gradual({1: Fraction(5, 2), 3: None}, Fraction(1, 5), 4)
+def test_a_shallow_model_keeps_rows_for_its_last_layers():
+    stages = arms.gradual({1: Fraction(7, 3), 3: None}, Fraction(1, 5), 6)
+    assert stages == {1: Fraction(11, 40), 3: Fraction(3, 20)}
+    assert arms.rows(stages, 6) == arms.rows({1: Fraction(1, 5)}, 6)
     with pytest.raises(ValueError, match="check layer 3 of a model of 3 layers"):
         arms.gradual({1: Fraction(2), 3: None}, THIRD, 3)
 
