@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -115,6 +116,29 @@ def gradual(
     stages = {x: min(Fraction(1), (1 + moved * more[x]) * ratio) for x in earlier}
     used = rows(stages | {last: Fraction(0)}, layers)
     return stages | {last: (rows({CHECK: ratio}, layers) - used) / (layers - last)}
+
+
+def check_budget(arm: Arm, cached: int, last: int) -> None:
+    """A blend whose logits are asked of n tokens computes n - 1 cached rows at least.
+
+    (They might not be fresh, as far as the graph knows.) A smaller budget would not be kept.
+
+    Args:
+        arm: any.
+        cached: tokens with cached copies.
+        last: n.
+
+    Raises:
+        ValueError: it would not be; `reuse` is let through, as its extra rows are the first tokens
+            of the prompt, whose cached copies are exact.
+    """
+    for share in arm.options.get("check_layers", {}).values():
+        rows_kept = math.ceil(Fraction(share) * cached)
+        if rows_kept < last - 1:
+            raise ValueError(
+                f"{arm} keeps {rows_kept} of {cached} cached rows, but logits of {last} tokens "
+                f"take {last - 1}: ask for fewer fresh tokens, or a larger ratio"
+            )
 
 
 def all_arms(names: Sequence[str], ratios: Sequence[Fraction], layers: int) -> list[Arm]:

@@ -29,6 +29,10 @@ from torch_cascade.benchmarks.quality import ratio
 RATIOS = tuple(Fraction(x) for x in ("0.1", "0.15", "0.2", "0.3", "0.5"))
 BATCH = 50
 
+ASKED = 3
+"""Questions of a prompt that are asked. A blend computes at least as many rows as it gives logits
+of, so more of them would be a larger budget than the smallest ratio says."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -66,17 +70,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     blender = Blender(model, options.code)
     path = options.json or record.default_path("chains", torch.device(options.device))
     lines: list[dict[str, Any]] = []
-    eager = blender.eager(asked.ids.to(options.device), chain_task.QUESTIONS)
+    eager = blender.eager(asked.ids[:, : chain_task.CACHED + ASKED].to(options.device), ASKED)
     chosen = arms.all_arms(options.arms, options.ratios, chain_model.LAYERS)
     _tell(lines, "eager", "1", {}, eager.cpu(), asked, say)
     for arm in chosen:
+        arms.check_budget(arm, chain_task.CACHED, ASKED)
         logits = blender.compiled(arm)
         rows = torch.arange(options.prompts).split(BATCH)
-        got = [logits([asked.parts(int(i)) for i in x], chain_task.QUESTIONS) for x in rows]
+        got = [logits([_parts(asked, int(i)) for i in x], ASKED) for x in rows]
         _tell(lines, arm.name, str(arm.ratio), arm.options, torch.cat(got).cpu(), asked, say)
         _write(path, options, lines)
     say(f"written: {path}")
     return 0
+
+
+def _parts(asked: chain_task.Chains, row: int) -> list[Tensor]:
+    *chunks, questions = asked.parts(row)
+    return [*chunks, questions[:ASKED]]
 
 
 def load(folder: Path) -> Any:
@@ -96,16 +106,15 @@ def _tell(
     asked: chain_task.Chains,
     say: Any,
 ) -> None:
-    """Add a line: accuracy by hops, with intervals over prompts."""
-    right = (
-        logits[..., : chain_task.VALUES].argmax(-1) == asked.answers[:, chain_task.CACHED :]
-    ).double()
+    """Add a line: accuracy by hops, with intervals over questions."""
+    answers = asked.answers[:, chain_task.CACHED : chain_task.CACHED + ASKED]
+    right = (logits[..., : chain_task.VALUES].argmax(-1) == answers).double()
     figures = {}
     for hop in range(1, chain_task.CHUNKS + 1):
-        at = asked.hops == hop
-        figures[str(hop)] = asdict(bootstrap.mean(((right * at).sum(1) / at.sum(1)).tolist()))
+        samples = right[asked.hops[:, :ASKED] == hop].tolist()
+        figures[str(hop)] = asdict(bootstrap.mean(samples)) if samples else None
     lines.append({"arm": name, "ratio": share, "options": options, "accuracy_by_hops": figures})
-    said = " ".join(f"{x['value']:.3f}" for x in figures.values())
+    said = " ".join(f"{x['value']:.3f}" if x else "-" for x in figures.values())
     say(f"{name} {float(Fraction(share)):g}: {said}")
 
 

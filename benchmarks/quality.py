@@ -20,7 +20,7 @@ from torch_cascade.benchmarks.blended import CODES, Blender
 from torch_cascade.benchmarks.command import at_least_one
 from torch_cascade.benchmarks.quality_record import Quality
 
-RATIOS = tuple(Fraction(x) for x in ("0.05", "0.15", "0.3", "0.5"))
+RATIOS = tuple(Fraction(x) for x in ("0.15", "0.3", "0.5"))
 TEXT = (
     "a text file, .gz or not; the published figures used /usr/share/doc/debian/FAQ/"
     "debian-faq.en.txt.gz of Debian's package debian-faq"
@@ -78,7 +78,7 @@ def _run(options: argparse.Namespace) -> None:
     from rich.console import Console
 
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    console = Console(width=max(120, Console().width))
+    console = Console(width=max(170, Console().width))
     say = lambda text: console.print(text, markup=False, highlight=False)  # noqa: E731
     loaded = models.load(options.model, None, torch.float32, device)
     cut = windows.Cut(options.chunks, options.tokens, options.fresh)
@@ -88,8 +88,13 @@ def _run(options: argparse.Namespace) -> None:
     made = Quality(_settings(options), record.describe(device))
     path = options.json or record.default_path("quality", device)
     blender = Blender(loaded.model, options.code)
-    measure = _Measure(blender, {kind: found[kind] for kind in options.kinds})
     chosen = arms.all_arms(options.arms, options.ratios, loaded.model.config.num_hidden_layers)
+    try:
+        for arm in chosen:
+            arms.check_budget(arm, cut.cached, cut.fresh)
+    except ValueError as error:
+        raise models.UsageError(f"--ratios: {error}") from error
+    measure = _Measure(blender, {kind: found[kind] for kind in options.kinds})
     _measure_all(measure, chosen, made, path, options.seconds, say)
     for kind in options.kinds:
         console.print(quality_record.table(made, kind))

@@ -46,6 +46,12 @@ def test_a_shallow_model_keeps_rows_for_its_last_layers():
         arms.gradual({1: Fraction(2), 3: None}, THIRD, 3)
 
 
+def test_a_budget_below_what_the_logits_take_is_an_error():
+    arms.check_budget(arms.arm("v", Fraction(1, 10), 30), 38, 5)
+    with pytest.raises(ValueError, match=r"v 0.1 keeps 4 of 38 cached rows, but logits of 6 tok"):
+        arms.check_budget(arms.arm("v", Fraction(1, 10), 30), 38, 6)
+
+
 def test_windows_hold_the_text_and_unrelated_ones_only_its_end():
     cut = windows.Cut(3, 5, 2)
     text = torch.arange(17 * 4 + 9)
@@ -144,6 +150,8 @@ def test_the_whole_command(tiny, tmp_path, monkeypatch, capsys):
     assert file.with_suffix(".svg").is_file()
     assert "against full recompute" in capsys.readouterr().out
     assert quality.main([*place, *cut[:-1], "30"]) == 2
+    assert quality.main([*place, *cut, "--arms", "v", "--ratios", "0.1"]) == 2
+    assert "--ratios: v 0.1 keeps 3 of 22 cached rows" in capsys.readouterr().err
 
 
 def test_deviations_are_those_of_the_keys_after_rotation(tiny):
