@@ -144,11 +144,13 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.TOKENS_MIXED: Explanation(
         "Below the check layer an op mixes tokens, so some of them cannot be computed alone.",
-        "Outside of attention, keep tokens apart; of logits ask for the last tokens only.",
+        "Outside of attention, keep tokens apart: of experts, take "
+        "`set_experts_implementation('batched_mm')`; of logits ask for the last tokens only.",
     ),
     Reason.ALL_TOKENS: Explanation(
         "Results are asked for tokens that a blend does not compute. This is an error.",
-        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`.",
+        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`. A "
+        "graph break makes all that goes on behind it a result, too.",
     ),
     Reason.CHECK_LAYER: Explanation(
         "The graph has no such layer as `check_layers` names.",

@@ -8,6 +8,7 @@ from torch import fx
 
 from torch_cascade.compiler.graph import Size, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.same_value import same_value
 from torch_cascade.passes.token_frontier import reuse_kv
 
 
@@ -62,7 +63,7 @@ def find_reuse(markers: tuple[fx.Node, ...], sizes: Sizes) -> ReuseSite | Declin
     batch, _, tokens, _ = shape(k)
     for marker in markers:
         arguments = _arguments(marker)
-        if arguments[4] is not fresh_rows or arguments[5] is not chunks:
+        if not same_value(arguments[4:], (fresh_rows, chunks)):
             return _mismatch(marker, f"fresh_rows or chunks are not those of {first.name}")
         for node in arguments[:4]:
             assert node is not None

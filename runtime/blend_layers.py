@@ -79,7 +79,8 @@ class BlendLayer(DynamicLayer):
             grown: KeyValue = super().update(key_states, value_states)
             return grown
         self._check((key_states, value_states), self.cached, self.reuse)
-        if not torch.compiler.is_compiling():
+        trains = torch.is_grad_enabled() and key_states.requires_grad
+        if trains or not torch.compiler.is_compiling():
             # The marker's meaning: the prompt is computed in full.
             self._release()
             kept: KeyValue = super().update(key_states, value_states)

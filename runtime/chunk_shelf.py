@@ -90,21 +90,22 @@ class ChunkShelf:
             self._bad.add(key.name)
             self.refused.append(str(error))
 
-    def put(self, chunk: Chunk) -> None:
-        """Keep a new chunk.
+    def put(self, chunk: Chunk) -> bool:
+        """Keep a new chunk; false if it is too large for everything.
 
         Raises:
             OSError: the file cannot be written; the chunk is then in memory only.
         """
         with self._lock:
-            for index, tier in enumerate(self.tiers):
-                if tier.fits(chunk.nbytes):
-                    self._put(index, chunk)
-                    break
-        if self.folder is not None:
-            self.folder.write(chunk)
-            with self._lock:
-                self._bad.discard(chunk.key.name)
+            fitting = [i for i, tier in enumerate(self.tiers) if tier.fits(chunk.nbytes)]
+            if fitting:
+                self._put(fitting[0], chunk)
+        if self.folder is None:
+            return bool(fitting)
+        written = self.folder.write(chunk)
+        with self._lock:
+            self._bad.discard(chunk.key.name)
+        return bool(fitting) or written
 
     def promote(self, chunk: Chunk) -> None:
         """Keep a used chunk in every memory tier that it fits into, the fastest included."""

@@ -30,10 +30,15 @@ from torch_cascade.runtime.chunk_parts import (
 from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
 from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
 from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
-from torch_cascade.runtime.chunks import ChunkKey, capture, check_ids
+from torch_cascade.runtime.chunks import Chunk, ChunkKey, capture, check_ids
 from torch_cascade.runtime.fingerprint import fingerprint, versions
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import verify_rotation
+
+_CHANGED = (
+    "the model's weights have changed or moved since the store was made, and what is "
+    "cached does not fit them: make another ChunkStore (it may use the same folder)"
+)
 
 
 class ChunkStore:
@@ -88,7 +93,9 @@ class ChunkStore:
 
         Args:
             model: a transformers decoder in evaluation mode, compiled or not. Its weights stay as
-                they are: a store of other weights is another store.
+                they are: a store of other weights is another store. `add` reads them all to see
+                whether they did; `blend` notices what torch notes of a tensor, so not what was
+                written through `.data`.
             device: where the model is, if that is to be checked.
             gpu_bytes: of keys and values in the memory of the model's device, if that is no CPU;
                 None for no limit, 0 for none.
@@ -140,10 +147,11 @@ class ChunkStore:
         """
         self._check_weights()
         before = () if context is None else token_ids(context, "context")
-        key = ChunkKey(self._fingerprint, token_ids(ids, "ids"), before)
+        key = ChunkKey(self._computed_by(), token_ids(ids, "ids"), before)
         with self._prefilling:
             if not self._shelf.holds(key, self._tables):
-                self._shelf.put(capture(self._model, self.rotation, key))
+                self._check_every_weight()
+                self._keep(capture(self._model, self.rotation, key))
             known = self._contexts.setdefault(key.ids, [])
             if before not in known:
                 known.append(before)
@@ -201,7 +209,7 @@ class ChunkStore:
         known = self._contexts.get(ids, ())
         here = (before,) if before in known or self._shelf.folder is not None else ()
         contexts = dict.fromkeys((*here, (), *known))
-        keys = [ChunkKey(self._fingerprint, ids, context) for context in contexts]
+        keys = [ChunkKey(self._computed_by(), ids, context) for context in contexts]
         return self._shelf.find_first(keys, self._tables)
 
     def _inputs(self, plan: Plan, report: BlendReport) -> Blended:
@@ -227,12 +235,28 @@ class ChunkStore:
             cache_argument(self._model),
         )
 
+    def _computed_by(self) -> str:
+        """The model, and the autocast under which its keys and values have another dtype."""
+        kind = self._device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._fingerprint
+        return f"{self._fingerprint} autocast {torch.get_autocast_dtype(kind)}"
+
+    def _keep(self, chunk: Chunk) -> None:
+        if not self._shelf.put(chunk):
+            warnings.warn(
+                f"a chunk of {chunk.nbytes} bytes is larger than every budget, and is not kept",
+                stacklevel=3,
+            )
+
     def _check_weights(self) -> None:
         if versions(self._model) != self._versions:
-            raise RuntimeError(
-                "the model's weights have changed or moved since the store was made, and what is "
-                "cached does not fit them: make another ChunkStore (it may use the same folder)"
-            )
+            raise RuntimeError(_CHANGED)
+
+    def _check_every_weight(self) -> None:
+        """Before a chunk is named: writes through `.data` leave no trace but the weights."""
+        if fingerprint(self._model) != self._fingerprint:
+            raise RuntimeError(_CHANGED)
 
     def _check_ids(self, layout: Layout) -> None:
         check_ids(self._model, (part for row in layout.rows for part in row))

@@ -322,3 +322,40 @@ def test_wrong_stores(model, tmp_path):
         gptj.blend([chunk, chunk])
     with pytest.raises(ValueError, match="64 positions, not 80"):
         gptj.add(chunk, context=chunk)
+
+
+def test_weights_written_past_torch_are_noticed_before_a_chunk_is_named():
+    """`.data` leaves no trace but the weights; a folder would hold them under a wrong name."""
+    model = tiny_model("Llama", torch.float32)
+    store = ChunkStore(model)
+    store.add(ids(5))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] += 0.5
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        store.add(ids(6))
+    assert store.report().tiers[0].chunks == 1
+
+
+def test_a_chunk_under_autocast_is_another(tmp_path):
+    """Its keys have another dtype, which a forward without autocast cannot use, nor replace."""
+    model, a, question = tiny_model("Llama", torch.float32), ids(9), ids(4)
+    store = ChunkStore(model, folder=tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        name = store.add(a)
+    assert store.blend([a, question]).report.reused == 0
+    assert store.add(a) != name
+    with torch.no_grad():
+        logits = model(**store.blend([a, question])).logits[0]
+    assert torch.equal(logits, full_prefill(model, a + question)[0])
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        blended = store.blend([a, question])
+        assert blended.report.reused == len(a)
+        model(**blended)
+    again = ChunkStore(model, folder=tmp_path)
+    assert again.blend([a, question]).past_key_values.rotated(0)[0].dtype == torch.float32
+
+
+def test_a_chunk_too_large_for_every_budget_is_said(model, tmp_path):
+    store = ChunkStore(model, cpu_bytes=100, folder=tmp_path, disk_bytes=100)
+    with pytest.warns(UserWarning, match="larger than every budget, and is not kept"):
+        store.add(ids(9))
+    assert store.blend([ids(9), [5]]).report.reused == 0
