@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -226,3 +227,9 @@ def _journal() -> Any:
 def recent() -> list[Any]:
     """The records (`compiler.record.Compilation`) of the last compilations, oldest first."""
     return list(_journal().records)
+
+
+def keeping_all() -> AbstractContextManager[None]:
+    """A context in which `recent` has all of its compilations, and no other."""
+    context: AbstractContextManager[None] = _journal().growing()
+    return context

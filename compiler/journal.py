@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +57,15 @@ class Journal:
     def records(self) -> tuple[Compilation, ...]:
         """Oldest first."""
         return tuple(record for _, record in self._kept)
+
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """Keep every record of the context, however many, and those only; then as before."""
+        kept, self._kept = self._kept, deque()
+        try:
+            yield
+        finally:
+            self._kept = deque([*kept, *self._kept], kept.maxlen)
 
     def add(self, record: Compilation) -> None:
         """Keep and count a compilation that has ended."""
