@@ -48,8 +48,14 @@ class Place:
 class Journal:
     """Records in order; a repeated attempt takes the place of the one before it."""
 
-    def __init__(self, size: int | None = None, *, counted: bool = False) -> None:
-        """Keep the last `size` records; `counted` ones show in torch's counters."""
+    def __init__(
+        self, size: int | None = None, *, counted: bool = False, draws: bool = False
+    ) -> None:
+        """Keep the last `size` records; `counted` ones show in torch's counters.
+
+        With `draws` the backend puts a picture into each.
+        """
+        self.draws = draws
         self._kept: deque[tuple[Place, Compilation]] = deque(maxlen=size)
         self._counted = counted
 
@@ -60,11 +66,13 @@ class Journal:
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
-        """Keep every record of the context, however many, and those only; then as before."""
+        """Keep every record of the context and those only, with pictures; then as before."""
         kept, self._kept = self._kept, deque()
+        draws, self.draws = self.draws, True
         try:
             yield
         finally:
+            self.draws = draws
             self._kept = deque([*kept, *self._kept], kept.maxlen)
 
     def add(self, record: Compilation) -> None:

@@ -53,21 +53,29 @@ def page(report: dict[str, Any], sections: Sequence[tuple[str, Markup]]) -> str:
         report: the JSON object of a report.
         sections: of its graphs in order, with the names that `section` was given.
     """
-    found = "no attention was found"
-    if report["sites"]:
-        found = f"{report['rewritten']} of {report['sites']} attention sites rewritten"
     links = (
         tag("li", tag("a", f"graph {graph['id'] or name}", href=f"#graph-{name}"), _brief(graph))
         for graph, (name, _) in zip(report["graphs"], sections, strict=True)
     )
     about = f"torch_cascade {report['torch_cascade']}, torch {report['torch']}"
     body = (
-        tag("h1", f"torch_cascade: {found}"),
+        tag("h1", f"torch_cascade: {_headline(report)}"),
         tag("p", about, class_="soft"),
         tag("nav", tag("ul", *links), aria_label="graphs"),
         *(part for _, part in sections),
     )
     return _HEAD + tag("body", tag("main", *body)) + "</html>\n"
+
+
+def _headline(report: dict[str, Any]) -> str:
+    said = "no attention was found"
+    if report["sites"]:
+        said = f"{report['rewritten']} of {report['sites']} attention sites rewritten"
+    blends = [graph["blend"] for graph in report["graphs"] if graph["blend"] is not None]
+    if blends:
+        layers, reused = sum(len(b["layers"]) for b in blends), sum(b["reused"] for b in blends)
+        said += f", {reused} of {layers} layers reuse cached keys and values"
+    return said
 
 
 def _brief(graph: dict[str, Any]) -> str:

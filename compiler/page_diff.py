@@ -56,9 +56,9 @@ def _kind(rows: Sequence[Row]) -> str:
 def _block(rows: Sequence[Row], count: int) -> Markup:
     removed = sum(changed and bool(left) for changed, left, _ in rows)
     added = sum(changed and bool(right) for changed, _, right in rows)
-    what = f"{removed} lines before, {added} after"
+    what = f"before {_lines(removed)}, after {_lines(added)}"
     if count > 1:
-        what += f", and alike in {count - 1} more places"
+        what += f"; alike in {count} places"
     head = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in ("before", "after"))))
     lines = (
         tag(
@@ -70,3 +70,7 @@ def _block(rows: Sequence[Row], count: int) -> Markup:
         for changed, left, right in rows
     )
     return folded(what, tag("table", head, tag("tbody", *lines), class_="diff"), is_open=True)
+
+
+def _lines(count: int) -> str:
+    return f"{count} line{'' if count == 1 else 's'}"

@@ -117,13 +117,17 @@ class Report:
     def html(self) -> str:
         """The report as one HTML file that loads nothing: write it and open it.
 
-        Pictures of graphs are in the `report.html` of the option `dump` only.
+        It has what `str(report)` has, the graphs before and after side by side, and their pictures
+        (`last_report` has none: drawing is for who asks).
         """
         from torch_cascade.compiler.page import page, section
 
         graphs = [graph_object(record) for record in self.compilations]
-        sections = [(str(n), section(graph, str(n))) for n, graph in enumerate(graphs)]
-        return page(report_object(graphs), sections)
+        parts = [
+            (str(n), section(graph, str(n), record.picture))
+            for n, (graph, record) in enumerate(zip(graphs, self.compilations, strict=True))
+        ]
+        return page(report_object(graphs), parts)
 
     def __str__(self) -> str:
         from torch_cascade.compiler.text import render
