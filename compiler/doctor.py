@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 
 from torch_cascade.compiler.checks import Check, all_checks
+from torch_cascade.compiler.trial import trials
 
 _MARKS = {"ok": "ok", "absent": "--", "bad": "NO"}
 _COLOURS = {"ok": "green", "absent": "yellow", "bad": "red"}
@@ -16,6 +17,8 @@ _COLOURS = {"ok": "green", "absent": "yellow", "bad": "red"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--json", action="store_true", help="print an object for tools instead")
+    about = "also compile a small attention on every device, and compare it with eager"
+    parser.add_argument("--compile", action="store_true", help=about)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -25,6 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status: 0 if the backend can work here, 1 if something keeps it from that.
     """
     checks = list(all_checks())
+    if arguments.compile:
+        checks += trials()
     works = all(check.state != "bad" for check in checks)
     if arguments.json:
         listed = [dataclasses.asdict(check) for check in checks]

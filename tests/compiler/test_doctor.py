@@ -12,12 +12,12 @@ import torch
 from torch._inductor import config, cpp_builder
 
 from torch_cascade.__main__ import main
-from torch_cascade.compiler import calibration, checks
+from torch_cascade.compiler import calibration, checks, trial
 
 
-def examined(capsys, works=True):
+def examined(capsys, *arguments, works=True):
     """Every check by name, as the command gives it to tools."""
-    assert main(["doctor", "--json"]) == (0 if works else 1)
+    assert main(["doctor", "--json", *arguments]) == (0 if works else 1)
     content = json.loads(capsys.readouterr().out)
     assert content["works"] is works
     return {check["name"]: check for check in content["checks"]}
@@ -221,3 +221,48 @@ def test_caches_that_are_there(tmp_path, monkeypatch, capsys):
     own = found["our cache"]["found"]
     assert own == f"{tmp_path / 'torch_cascade'} (not made yet)"
     assert not (tmp_path / "torch_cascade").exists()
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
+def compiled_by(monkeypatch, function):
+    monkeypatch.setattr(torch, "compile", lambda fn, **given: function)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (check,) = trial.trials()
+    assert check.name == "compiling for cpu"
+    return check
+
+
+def test_it_compiles(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    check = examined(capsys, "--compile")["compiling for cpu"]
+    assert check["state"] == "ok" and "1 of 1 attention sites rewritten" in check["found"]
+
+
+def test_it_does_not_compile(monkeypatch):
+    def fail(*args, **keywords):
+        raise RuntimeError("no header\nand more")
+
+    check = compiled_by(monkeypatch, fail)
+    assert (check.state, check.found) == ("bad", "RuntimeError: no header")
+
+
+def test_what_the_backend_raises_is_said(monkeypatch):
+    def fail(*args, **keywords):
+        raise OSError("no header\nand more")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (check,) = trial.trials()
+    assert (check.state, check.found) == ("bad", "OSError: no header")
+
+
+def test_it_compiles_to_something_else(monkeypatch):
+    check = compiled_by(monkeypatch, lambda q, prefix, suffix: trial._attention(q, suffix, suffix))
+    assert check.state == "bad" and "not close" in check.found
+
+
+def test_it_compiles_without_a_rewrite(monkeypatch):
+    check = compiled_by(monkeypatch, trial._attention)
+    assert check.state == "absent" and "not rewritten: no attention was analysed" in check.found
