@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -113,7 +114,8 @@ def compile_graph(
         record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
     if not (options.disable or record.training):
-        pipeline = _pipeline(options, record, patches, dump)
+        draws = (journal or _journal()).draws
+        pipeline = _pipeline(options, record, patches, _watch(record, dump, draws))
         config["joint_custom_pre_pass"] = pipeline
         if options.strict or dump is not None:
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
@@ -146,11 +148,35 @@ def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
     return [SiteRecord(d.node, d.where, declined=d) for d in declined if isinstance(d, Declined)]
 
 
-def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], dump: Any) -> Any:
+def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], watch: Any) -> Any:
     from torch_cascade.compiler.pipeline import Pipeline
 
-    watch = None if dump is None else dump.see
     return Pipeline(options, record, _user_passes(patches), watch)
+
+
+def _watch(record: Any, dump: Any, draws: bool) -> Any:
+    """What looks at the graph between the passes: for the option `dump`, for a picture, or None."""
+    if not draws:
+        return None if dump is None else dump.see
+
+    def watch(stage: str, graph: fx.Graph) -> None:
+        if stage == "cascade":
+            record.picture = _drawn(graph)
+        if dump is not None:
+            dump.see(stage, graph)
+
+    return watch
+
+
+def _drawn(graph: fx.Graph) -> str:
+    """A picture for the report; a report without one is better than no report."""
+    from torch_cascade.compiler.picture import picture
+
+    try:
+        return picture(graph) or ""
+    except Exception as error:
+        logger.warning("a graph could not be drawn; the report has no picture", exc_info=error)
+        return ""
 
 
 def _dump(options: Options) -> Any:
@@ -226,3 +252,9 @@ def _journal() -> Any:
 def recent() -> list[Any]:
     """The records (`compiler.record.Compilation`) of the last compilations, oldest first."""
     return list(_journal().records)
+
+
+def keeping_all() -> AbstractContextManager[None]:
+    """A context in which `recent` has all of its compilations, and no other."""
+    context: AbstractContextManager[None] = _journal().growing()
+    return context

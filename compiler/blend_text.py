@@ -22,7 +22,7 @@ def _details(blend: BlendRecord) -> Iterator[str]:
     if blend.tokens:
         yield f"{blend.tokens} tokens, {blend.fresh} of them without a cached copy"
     if blend.declined is None:
-        yield "; ".join(_runs(blend.layers))
+        yield "; ".join(runs(blend.layers))
         yield from (_stage(stage, blend.selector) for stage in blend.stages)
     decided = blend.decision is not None and blend.decision.apply == (blend.declined is None)
     if blend.decision is not None and decided:
@@ -37,7 +37,7 @@ def _details(blend: BlendRecord) -> Iterator[str]:
         yield f"What you can do: {explanation.remedy}"
 
 
-def _runs(layers: tuple[str, ...]) -> Iterator[str]:
+def runs(layers: tuple[str, ...]) -> Iterator[str]:
     """Layers of the same use that stand together: "layers 2 to 29 reused"."""
     for use, group in groupby(enumerate(layers), key=lambda pair: pair[1]):
         numbers = [number for number, _ in group]

@@ -2,14 +2,16 @@
 
     report.json          all graphs of the folder; `compiler.summary` describes it. Its graphs have
                          "folder" instead of "before" and "after"
+    report.html      the same for people, in one file that loads nothing (`compiler.page`)
     000/before.txt       the functional graph before the passes that rewrite it
     000/after.txt        after them
     000/lowered.txt      after all passes: what Inductor generates code from
     000/graph.svg        picture of its attentions (if there are any after the cascade pass)
     000/graph.json       its entry in report.json
+    000/section.html     its part of report.html
 
 Numbers go on from what is there. Texts are written as the passes run, so that they are there even
-if code generation fails; a graph whose passes do not run has graph.json only.
+if code generation fails; a graph whose passes do not run has its entry and its part only.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from torch import fx
 
 from torch_cascade.compiler.graph import show
 from torch_cascade.compiler.journal import Place
+from torch_cascade.compiler.markup import Markup
+from torch_cascade.compiler.page import page, section
 from torch_cascade.compiler.picture import picture
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.summary import graph_object, report_object
@@ -80,13 +84,35 @@ class Dump:
             _write(self.root, self.folder / "graph.svg", drawn)
 
     def finish(self, record: Compilation) -> None:
-        """Write the entry of the compilation, and the report of all."""
+        """Write the entry of the compilation and its part, and the reports of all."""
         entry = graph_object(record, with_text=False) | {"folder": self.folder.name}
         _write(self.root, self.folder / "graph.json", _text(entry))
+        drawn = _read(self.root, self.folder / "graph.svg")
+        part = section(graph_object(record), self.folder.name, drawn)
+        _write(self.root, self.folder / "section.html", part)
+        self._report()
+
+    def _report(self) -> None:
+        """Write the reports of all graphs in the folder, those of other processes included."""
         found = sorted(self.root.glob("*/graph.json"), key=lambda p: _number(p.parent))
         with _explained(self.root):
             graphs = [json.loads(path.read_text(encoding="utf-8")) for path in found]
-        _write(self.root, self.root / "report.json", _text(report_object(graphs)))
+        report = report_object(graphs)
+        _write(self.root, self.root / "report.json", _text(report))
+        parts = [(g["folder"], _part(self.root, g)) for g in graphs]
+        _write(self.root, self.root / "report.html", page(report, parts))
+
+
+def _part(root: Path, graph: dict[str, Any]) -> Markup:
+    """What a compilation wrote of itself; made anew where an older version wrote none."""
+    name = graph["folder"]
+    return Markup(_read(root, root / name / "section.html")) or section(graph, name)
+
+
+def _read(root: Path, path: Path) -> str:
+    """The text of a file, "" if there is none."""
+    with _explained(root):
+        return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _next_folder(root: Path) -> Path:

@@ -57,7 +57,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
     options, patches = Options.resolve(target.options, target.mode)
     options = replace(options, strict=False)
     patches["force_disable_caches"] = True
-    journal = Journal()
+    journal = Journal(draws=True)
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         stub = _interpreted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +48,14 @@ class Place:
 class Journal:
     """Records in order; a repeated attempt takes the place of the one before it."""
 
-    def __init__(self, size: int | None = None, *, counted: bool = False) -> None:
-        """Keep the last `size` records; `counted` ones show in torch's counters."""
+    def __init__(
+        self, size: int | None = None, *, counted: bool = False, draws: bool = False
+    ) -> None:
+        """Keep the last `size` records; `counted` ones show in torch's counters.
+
+        With `draws` the backend puts a picture into each.
+        """
+        self.draws = draws
         self._kept: deque[tuple[Place, Compilation]] = deque(maxlen=size)
         self._counted = counted
 
@@ -55,6 +63,17 @@ class Journal:
     def records(self) -> tuple[Compilation, ...]:
         """Oldest first."""
         return tuple(record for _, record in self._kept)
+
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """Keep every record of the context and those only, with pictures; then as before."""
+        kept, self._kept = self._kept, deque()
+        draws, self.draws = self.draws, True
+        try:
+            yield
+        finally:
+            self.draws = draws
+            self._kept = deque([*kept, *self._kept], kept.maxlen)
 
     def add(self, record: Compilation) -> None:
         """Keep and count a compilation that has ended."""

@@ -53,10 +53,10 @@ def _bytes_of(decision: Decision) -> str:
     if naive is None or cascade is None:
         return ""
     ratio = f", {naive / cascade:.1f} x" if cascade else ""
-    return f" (naive {_binary(naive)}, cascade {_binary(cascade)}{ratio})"
+    return f" (naive {binary(naive)}, cascade {binary(cascade)}{ratio})"
 
 
-def _binary(count: int) -> str:
+def binary(count: int) -> str:
     """Bytes in the unit that leaves at most four digits."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:

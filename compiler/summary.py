@@ -60,7 +60,7 @@ JSON_VERSION = 1
 class Report:
     """What the passes found and did, in one compilation or in several.
 
-    `str(report)` is for people, `report.to_json()` for tools.
+    `str(report)` and `report.html()` are for people, `report.to_json()` for tools.
 
     Attributes:
         compilations: one record a compiled graph (`torch_cascade.compiler.record.Compilation`).
@@ -113,6 +113,21 @@ class Report:
         return json.dumps(
             report_object([graph_object(r) for r in self.compilations]), indent=indent
         )
+
+    def html(self) -> str:
+        """The report as one HTML file that loads nothing: write it and open it.
+
+        It has what `str(report)` has, the graphs before and after side by side, and their pictures
+        (`last_report` has none: drawing is for who asks).
+        """
+        from torch_cascade.compiler.page import page, section
+
+        graphs = [graph_object(record) for record in self.compilations]
+        parts = [
+            (str(n), section(graph, str(n), record.picture))
+            for n, (graph, record) in enumerate(zip(graphs, self.compilations, strict=True))
+        ]
+        return page(report_object(graphs), parts)
 
     def __str__(self) -> str:
         from torch_cascade.compiler.text import render

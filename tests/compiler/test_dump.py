@@ -19,7 +19,7 @@ from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.layers import arrange
 from torch_cascade.compiler.record import Compilation
 
-ALL = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json"}
+ALL = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json", "section.html"}
 
 
 def run(fn, folder, args=None, **options):
@@ -39,7 +39,7 @@ def names(folder):
 def test_what_is_written(tmp_path):
     folder = tmp_path / "deep" / "dump"
     record = run(attention, folder)
-    assert names(folder) == {"000", "report.json"} and names(folder / "000") == ALL
+    assert names(folder) == {"000", "report.json", "report.html"} and names(folder / "000") == ALL
     assert (folder / "000/before.txt").read_text() == record.before + "\n"
     assert (folder / "000/after.txt").read_text() == record.after + "\n"
     lowered = (folder / "000/lowered.txt").read_text()
@@ -63,7 +63,7 @@ def test_every_graph_has_a_number_and_numbers_go_on(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.setenv("TORCH_CASCADE_DUMP", str(tmp_path))
     torch_cascade.explain(broken, *inputs())
-    assert names(tmp_path) == {"007", "008", "009", "notes.txt", "report.json"}
+    assert names(tmp_path) == {"007", "008", "009", "notes.txt", "report.json", "report.html"}
     assert names(tmp_path / "007") == set() and names(tmp_path / "009") == ALL - {"graph.svg"}
     torch_cascade.explain(unshared, *inputs())
     content = json.loads((tmp_path / "report.json").read_text())
@@ -72,10 +72,10 @@ def test_every_graph_has_a_number_and_numbers_go_on(tmp_path, monkeypatch):
     assert names(tmp_path / "010") == ALL
 
 
-def test_a_training_graph_has_its_entry_only(tmp_path):
+def test_a_training_graph_has_its_entry_and_part_only(tmp_path):
     q, prefix, suffix = inputs()
     run(attention, tmp_path, [q.requires_grad_(), prefix, suffix])
-    assert names(tmp_path / "000") == {"graph.json"}
+    assert names(tmp_path / "000") == {"graph.json", "section.html"}
     (graph,) = json.loads((tmp_path / "report.json").read_text())["graphs"]
     assert graph["training"] and graph["sites"][0]["declined"]["reason"] == "requires-grad"
 
@@ -92,7 +92,10 @@ def test_texts_are_there_though_code_generation_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("support.backend.boxed", fail)
     with pytest.raises(BackendCompilerFailed, match="no code"):
         run(attention, tmp_path)
-    assert names(tmp_path) == {"000"} and names(tmp_path / "000") == ALL - {"graph.json"}
+    assert names(tmp_path) == {"000"} and names(tmp_path / "000") == ALL - {
+        "graph.json",
+        "section.html",
+    }
 
 
 def test_strict_writes_what_it_refuses(tmp_path):

@@ -1,0 +1,37 @@
+"""The style sheet of `report.html`: light and dark, and down to 320 px."""
+
+STYLE = """
+:root{color-scheme:light dark;--back:#fff;--text:#1b1b1f;--soft:#5a5f69;--line:#c9ccd2;
+--box:#f5f6f8;--good:#12672b;--bad:#9c2b16;--link:#0b57d0;--old:#fde3df;--new:#dcf3e1}
+@media (prefers-color-scheme:dark){:root{--back:#15171b;--text:#e6e7ea;--soft:#a3a8b3;
+--line:#454a54;--box:#1f2228;--good:#7fd494;--bad:#ff9d8a;--link:#8ab4ff;--old:#4a2420;--new:#1c3d26}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:75rem;background:var(--back);color:var(--text);
+font:1rem/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+h1{font-size:1.4rem}h2{font-size:1.2rem;border-top:1px solid var(--line);padding-top:1rem}
+h3{font-size:1.05rem}h1,h2,h3{line-height:1.25}
+a{color:var(--link)}.soft{color:var(--soft)}.good{color:var(--good)}.bad{color:var(--bad)}
+code,.code,summary{font-family:ui-monospace,monospace;font-size:.85rem}
+details{margin:.4rem 0;padding:.3rem .6rem;background:var(--box);border:1px solid var(--line);
+border-radius:.3rem}
+summary{cursor:pointer}
+:focus-visible{outline:3px solid var(--link);outline-offset:2px}
+.scroll{overflow-x:auto;max-width:100%}
+table{border-collapse:collapse;font-size:.85rem}
+th,td{padding:.2rem .5rem;border:1px solid var(--line);text-align:left;vertical-align:top;
+overflow-wrap:normal}
+ol.layers{display:flex;flex-wrap:wrap;gap:.2rem;padding:0;list-style:none}
+ol.layers li{padding:0 .4rem;border:1px solid var(--line);border-radius:.2rem;font-size:.8rem}
+ol.layers .checked{border-style:dashed;border-width:2px}ol.layers .reused{background:var(--new)}
+.picture{background:#fff;color:#000;border:1px solid var(--line)}
+.diff{width:100%;table-layout:fixed}
+.diff td{width:50%;white-space:pre-wrap;overflow-wrap:anywhere;border-width:0 1px;
+font-family:ui-monospace,monospace;font-size:.75rem}
+.diff .changed .old:not(:empty){background:var(--old)}
+.diff .changed .new:not(:empty){background:var(--new)}
+@media (max-width:45rem){body{padding:.6rem}
+.diff,.diff tbody,.diff tr,.diff td,.diff th{display:block;width:100%}
+.diff thead,.diff .same .new,.diff td:empty{display:none}
+.diff .changed .old:not(:empty)::before{content:"- "}
+.diff .changed .new:not(:empty)::before{content:"+ "}}
+"""
