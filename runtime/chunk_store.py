@@ -31,7 +31,7 @@ from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
 from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
 from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
 from torch_cascade.runtime.chunks import Chunk, ChunkKey, capture, check_ids
-from torch_cascade.runtime.fingerprint import fingerprint, versions
+from torch_cascade.runtime.fingerprint import fingerprint, trace, versions
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import verify_rotation
 
@@ -123,6 +123,7 @@ class ChunkStore:
         # Of these only lookup tables are used, which no length changes.
         self._tables = self.rotation.tables(1)
         self._fingerprint = fingerprint(self._model)
+        self._trace = trace(self._model)
         self._versions = versions(self._model)
         self._contexts: dict[Ids, list[Ids]] = {}
         self._prefilling = threading.Lock()
@@ -255,7 +256,7 @@ class ChunkStore:
 
     def _check_every_weight(self) -> None:
         """Before a chunk is named: writes through `.data` leave no trace but the weights."""
-        if fingerprint(self._model) != self._fingerprint:
+        if trace(self._model) != self._trace:
             raise RuntimeError(_CHANGED)
 
     def _check_ids(self, layout: Layout) -> None:

@@ -44,7 +44,7 @@ def run(fn=LAYERS, **options):
 
 # Where a pass can break: module, name, the call that fails, and the sites that it costs.
 PLACES = {
-    "reading a site": (finder, "_sdpa_site", 2, [1]),
+    "reading a site": (finder, "sdpa_site", 2, [1]),
     "finding": (cascade, "find_attention", 1, None),
     "segments": (cascade, "resolve", 1, [0]),
     "planning": (cascade, "plan", 3, [2]),

@@ -329,7 +329,12 @@ def test_weights_written_past_torch_are_noticed_before_a_chunk_is_named():
     model = tiny_model("Llama", torch.float32)
     store = ChunkStore(model)
     store.add(ids(5))
-    model.model.layers[1].mlp.up_proj.weight.data[3, 5] += 0.5
+    weight = model.model.layers[1].mlp.up_proj.weight
+    weight.data[3, 5] += 0.5
+    with pytest.raises(RuntimeError, match="weights have changed"):
+        store.add(ids(6))
+    weight.data[3, 5] -= 0.5
+    model.model.embed_tokens.weight.data[[3, 90]] = model.model.embed_tokens.weight.data[[90, 3]]
     with pytest.raises(RuntimeError, match="weights have changed"):
         store.add(ids(6))
     assert store.report().tiers[0].chunks == 1
