@@ -20,8 +20,6 @@ from rich.table import Table
 from torch import Tensor
 
 from torch_cascade.benchmarks import bootstrap, models, record, windows
-from torch_cascade.benchmarks.command import at_least_one
-from torch_cascade.benchmarks.quality import TEXT
 
 SHARE = 0.15
 
@@ -118,12 +116,7 @@ def _attention(model: Any, window: windows.Window) -> Tensor:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status is 0, or 2 where the user can change something."""
     made = argparse.ArgumentParser("deviations", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--text", type=Path, required=True, metavar="FILE", help=TEXT)
-    made.add_argument("--model", default=models.PACKAGED, help="smollm2, or a checkpoint's folder")
-    made.add_argument("--windows", type=at_least_one, default=8)
-    made.add_argument("--chunks", type=at_least_one, default=4, help="of each window (4)")
-    made.add_argument("--tokens", type=at_least_one, default=192, help="of each chunk (192)")
-    made.add_argument("--fresh", type=at_least_one, default=64, help="tokens after them (64)")
+    windows.add_options(made, count=8)
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
     options = made.parse_args(arguments)
     try:
@@ -139,10 +132,8 @@ def _run(options: argparse.Namespace) -> None:
 
     device = torch.device("cpu")
     loaded = models.load(options.model, None, torch.float32, device)
-    if loaded.tokenizer is None:
-        raise models.UsageError(f"{loaded.name} has no tokenizer: random weights say nothing here")
     cut = windows.Cut(options.chunks, options.tokens, options.fresh)
-    text = windows.read_tokens(options.text, loaded.tokenizer)
+    text = windows.read_tokens(options.text, models.tokenizer_of(loaded))
     found = windows.cut_windows(text, cut, options.windows, 0)[windows.COHERENT]
     lines = measure(loaded.model, found)
     settings = {x: getattr(options, x) for x in ("model", "windows", "chunks", "tokens", "fresh")}

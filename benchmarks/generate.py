@@ -51,10 +51,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--check-rows", type=int, default=2, help="0: check nothing (default: 2)")
     made.add_argument("--seconds", type=float, help="set no engine up after so many")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--device", help="default: cuda if there is one, else cpu")
-    made.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
-    made.add_argument("--read", type=float, metavar="TB/S", help="do not measure this ceiling")
-    made.add_argument("--matmul", type=float, metavar="TFLOP/S", help="nor this one")
+    add_machine(made)
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
     made.add_argument("--no-plot", action="store_true", help="draw nothing beside the JSON")
     return made
@@ -83,6 +80,19 @@ def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         if value is not None and value < smallest:
             option = name.replace("_", "-")
             made.error(f"argument --{option}: must be at least {smallest}, got {value}")
+    check_machine(made, options)
+
+
+def add_machine(made: argparse.ArgumentParser) -> None:
+    """The options that say where a model runs, and what that machine can do."""
+    made.add_argument("--device", help="default: cuda if there is one, else cpu")
+    made.add_argument("--dtype", choices=DTYPES, help="default: bfloat16, float32 on a CPU")
+    made.add_argument("--read", type=float, metavar="TB/S", help="do not measure this ceiling")
+    made.add_argument("--matmul", type=float, metavar="TFLOP/S", help="nor this one")
+
+
+def check_machine(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Settle the device; a usage error where its ceilings are neither given nor measurable."""
     if (options.read is None) != (options.matmul is None):
         made.error("arguments --read and --matmul: give both or none")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")

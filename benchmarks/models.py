@@ -84,6 +84,17 @@ def load(name: str, layers: int | None, dtype: torch.dtype, device: torch.device
     return Loaded(folder.name, model, tokenizer)
 
 
+def tokenizer_of(loaded: Loaded) -> Any:
+    """The model's tokenizer.
+
+    Raises:
+        UsageError: it has none.
+    """
+    if loaded.tokenizer is None:
+        raise UsageError(f"{loaded.name} has no tokenizer: random weights say nothing here")
+    return loaded.tokenizer
+
+
 def _random(
     shapes: dict[str, Any], layers: int | None, dtype: torch.dtype, device: torch.device
 ) -> Any:

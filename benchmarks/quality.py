@@ -17,28 +17,18 @@ import torch
 
 from torch_cascade.benchmarks import arms, models, quality_record, record, windows
 from torch_cascade.benchmarks.blended import CODES, Blender
-from torch_cascade.benchmarks.command import at_least_one
 from torch_cascade.benchmarks.quality_record import Quality
 
 RATIOS = tuple(Fraction(x) for x in ("0.15", "0.3", "0.5"))
-TEXT = (
-    "a text file, .gz or not; the published figures used /usr/share/doc/debian/FAQ/"
-    "debian-faq.en.txt.gz of Debian's package debian-faq"
-)
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser("quality", description=(__doc__ or "").partition("\n")[0])
-    made.add_argument("--text", type=Path, required=True, metavar="FILE", help=TEXT)
-    made.add_argument("--model", default=models.PACKAGED, help="smollm2, or a checkpoint's folder")
+    windows.add_options(made, count=24)
     made.add_argument("--arms", nargs="+", choices=arms.NAMES, default=arms.NAMES, metavar="ARM")
     made.add_argument("--ratios", nargs="+", type=ratio, default=RATIOS, metavar="R")
     made.add_argument("--kinds", nargs="+", choices=windows.KINDS, default=windows.KINDS)
-    made.add_argument("--windows", type=at_least_one, default=24, help="of each kind (24)")
-    made.add_argument("--chunks", type=at_least_one, default=4, help="of each window (4)")
-    made.add_argument("--tokens", type=at_least_one, default=192, help="of each chunk (192)")
-    made.add_argument("--fresh", type=at_least_one, default=64, help="tokens after them (64)")
     made.add_argument("--seed", type=int, default=0, help="of the choice of windows")
     made.add_argument("--code", choices=CODES, default=CODES[0])
     made.add_argument("--seconds", type=float, help="start no new arm after so many")
@@ -83,7 +73,7 @@ def _run(options: argparse.Namespace) -> None:
     loaded = models.load(options.model, None, torch.float32, device)
     cut = windows.Cut(options.chunks, options.tokens, options.fresh)
     models.check_length(loaded.model, cut.cached + cut.fresh)
-    text = windows.read_tokens(options.text, _tokenizer(loaded)).to(device)
+    text = windows.read_tokens(options.text, models.tokenizer_of(loaded)).to(device)
     found = windows.cut_windows(text, cut, options.windows, options.seed)
     made = Quality(_settings(options), record.describe(device))
     path = options.json or record.default_path("quality", device)
@@ -145,12 +135,6 @@ class _Measure:
                     samples.setdefault(name, []).append(value)
             lines.append(quality_record.Line(kind, arm.name, str(arm.ratio), arm.options, samples))
         return lines
-
-
-def _tokenizer(loaded: models.Loaded) -> Any:
-    if loaded.tokenizer is None:
-        raise models.UsageError(f"{loaded.name} has no tokenizer: random weights say nothing here")
-    return loaded.tokenizer
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:

@@ -42,10 +42,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--repeat", type=command.at_least_one, default=10)
     made.add_argument("--seconds", type=float, help="set no engine up after so many")
     made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--device", help="default: cuda if there is one, else cpu")
-    made.add_argument("--dtype", choices=generate.DTYPES, help="as for `generate`")
-    made.add_argument("--read", type=float, metavar="TB/S", help="do not measure this ceiling")
-    made.add_argument("--matmul", type=float, metavar="TFLOP/S", help="nor this one")
+    generate.add_machine(made)
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
     return made
 
@@ -73,12 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if (options.read is None) != (options.matmul is None):
-        made.error("arguments --read and --matmul: give both or none")
-    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    generate.check_machine(made, options)
     on_cpu = torch.device(options.device).type == "cpu"
-    if on_cpu and options.read is None:
-        made.error("without a CUDA device no ceiling can be measured: give --read and --matmul")
     options.sources = options.sources or ["cpu" if on_cpu else "gpu"]
     if on_cpu and "gpu" in options.sources:
         made.error("argument --sources: gpu needs a CUDA device")

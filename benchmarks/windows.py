@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_cascade.benchmarks.models import UsageError
+from torch_cascade.benchmarks.command import at_least_one
+from torch_cascade.benchmarks.models import PACKAGED, UsageError
 
 COHERENT = "coherent"
 UNRELATED = "unrelated"
 KINDS = (COHERENT, UNRELATED)
+_TEXT = (
+    "a text file, .gz or not; the published figures used /usr/share/doc/debian/FAQ/"
+    "debian-faq.en.txt.gz of Debian's package debian-faq"
+)
+
+
+def add_options(made: argparse.ArgumentParser, count: int) -> None:
+    """The options that say what is read and how it is cut; `count` windows by default."""
+    made.add_argument("--text", type=Path, required=True, metavar="FILE", help=_TEXT)
+    made.add_argument("--model", default=PACKAGED, help="smollm2, or a checkpoint's folder")
+    made.add_argument("--windows", type=at_least_one, default=count, help=f"of a kind ({count})")
+    made.add_argument("--chunks", type=at_least_one, default=4, help="of each window (4)")
+    made.add_argument("--tokens", type=at_least_one, default=192, help="of each chunk (192)")
+    made.add_argument("--fresh", type=at_least_one, default=64, help="tokens after them (64)")
 
 
 @dataclass(frozen=True)

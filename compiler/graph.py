@@ -2,7 +2,8 @@
 
 Sizes are sympy expressions throughout (a Python int becomes `sympy.Integer`), so one currency
 serves static and symbolic shapes. Questions about them go through `Sizes.known`, which proves or
-says no and never adds a guard; the one deliberate guard of this package is in `compiler/decide.py`.
+says no and never adds a guard; this package's deliberate guards are those of decisions
+(`compiler/decide.py`, `compiler/decide_reuse.py`) and of `Sizes.agree`.
 """
 
 from __future__ import annotations

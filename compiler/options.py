@@ -196,7 +196,7 @@ class Options:
             >>> Options(decide="never").fingerprint()  # doctest: +ELLIPSIS
             "passes=('cascade', 'blend');decide='never';guards='auto';batch_invariant=False;..."
 
-        Of a selector that is no name only the name is in it; see `Pipeline.uuid`.
+        Of a callable only the name is in it; what it does is in `Pipeline.uuid`.
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata["in_code"]]
         return ";".join(f"{f.name}={_told(getattr(self, f.name))}" for f in fields)

@@ -2,7 +2,7 @@
 
 The contract: the graph is functional ATen with `meta["val"]` on every node before and after
 `apply`; nodes are swapped in place and the graph object is never rebuilt; no guard is added except
-by `compiler.decide.decide`.
+by decisions (`compiler.decide`, `compiler.decide_reuse`) and by `Sizes.agree`.
 """
 
 from __future__ import annotations

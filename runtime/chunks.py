@@ -8,6 +8,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ class ChunkKey:
     ids: Ids
     context: Ids = ()
 
-    @property
+    @cached_property
     def name(self) -> str:
         """A name for the content: equal for equal content, in every process."""
         digest = hashlib.sha256(self.model.encode())

@@ -55,7 +55,7 @@ class Layer:
         return torch.arange(length, device=self.k.device).expand(batch, length)
 
     def ranked(self, scores: Tensor, exits: int) -> Tensor:
-        """Rows in the order in which they are to be recomputed, int64 like the scores.
+        """Rows in the order in which they are to be recomputed, int64 [N, L], or [N, K].
 
         Fresh tokens and the last `exits` come first, padding (no chunk, not fresh) last; NaN counts
         as the largest score. Equal scores keep the order of the tokens.
