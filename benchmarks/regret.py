@@ -54,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit status is 0, 1 where a strategy is wrong."""
     options = parser().parse_args(arguments)
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if kind == "cuda" and command.cuda_device() is None:
+    device = command.cuda_device() if kind == "cuda" else torch.device("cpu")
+    if device is None:
         print(command.NO_DEVICE, file=sys.stderr)
         return 2
-    return _run(options, torch.device(kind))
+    return _run(options, device)
 
 
 def _run(options: argparse.Namespace, device: torch.device) -> int:
