@@ -29,7 +29,7 @@ def bring(
     """
     near = [_is_near(placed.chunk, device) for row in plan.rows for placed in row]
     if all(near):
-        return [assemble(plan, layer, device) for layer in range(layers)], None
+        return assemble(plan, layers, device), None
     load = _load(plan, layers, device, shelf)
     return load.pending, load
 

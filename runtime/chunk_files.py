@@ -93,6 +93,20 @@ class ChunkFolder:
         """Where a chunk's file is, if there is one."""
         return self.folder / f"{key.name}{_SUFFIX}"
 
+    def prefetch(self, name: str) -> None:
+        """Ask the system to read a chunk's file, if it is there, and do not wait for it.
+
+        Opening files one by one waits for the disk several times a file.
+        """
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with contextlib.suppress(OSError):  # `open` says what is wrong with it
+            descriptor = os.open(self.folder / f"{name}{_SUFFIX}", os.O_RDONLY)
+            try:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(descriptor)
+
     def open(self, key: ChunkKey, model_tables: Sequence[RopeTable]) -> ChunkFile | None:
         """The chunk's file, checked but for the layers' content; None where there is none.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -22,14 +23,7 @@ def token_ids(part: object, name: str) -> Ids:
         TypeError: anything else; text in particular, as separators tokenize differently in context.
         ValueError: no ids, negative ones, or several rows of them.
     """
-    if isinstance(part, Tensor):
-        part = _listed(part, name)
-    if isinstance(part, str | bytes) or not isinstance(part, Sequence):
-        raise TypeError(f"{name} must be token ids, got {type(part).__name__}")
-    ids = tuple(part)
-    for kind in set(map(type, ids)):  # not one by one: prompts are long
-        if not issubclass(kind, int) or kind is bool:
-            raise TypeError(f"{name} must be token ids, got one of {kind.__name__}")
+    ids = _from_tensor(part, name) if isinstance(part, Tensor) else _from_sequence(part, name)
     if not ids:
         raise ValueError(f"{name} holds no tokens")
     if min(ids) < 0:
@@ -37,13 +31,22 @@ def token_ids(part: object, name: str) -> Ids:
     return ids
 
 
-def _listed(part: Tensor, name: str) -> list[int]:
+def _from_sequence(part: object, name: str) -> Ids:
+    if isinstance(part, str | bytes) or not isinstance(part, Sequence):
+        raise TypeError(f"{name} must be token ids, got {type(part).__name__}")
+    ids = tuple(part)
+    for kind in set(map(type, ids)):  # not one by one: prompts are long
+        if not issubclass(kind, int) or kind is bool:
+            raise TypeError(f"{name} must be token ids, got one of {kind.__name__}")
+    return ids
+
+
+def _from_tensor(part: Tensor, name: str) -> Ids:
     if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
         raise TypeError(f"{name} must be token ids, got a tensor of {part.dtype}")
     if part.dim() != 1 and not (part.dim() == 2 and part.shape[0] == 1):
         raise ValueError(f"{name} must be [tokens] or [1, tokens], got {list(part.shape)}")
-    ids: list[int] = part.flatten().tolist()
-    return ids
+    return tuple(part.flatten().tolist())
 
 
 def prompt_rows(parts: Sequence[Part] | Sequence[Sequence[Part]]) -> list[list[Ids]]:
@@ -138,7 +141,9 @@ class Layout:
         """Int64 [N, L]."""
         ids = torch.full((len(self.rows), self.length), pad, dtype=torch.int64)
         for row, (parts, spans) in enumerate(zip(self.rows, self.spans, strict=True)):
-            ids[row, spans[0].start : spans[-1].end] = torch.tensor(flattened(parts))
+            # A tensor made of a tuple takes ten times as long.
+            tokens = torch.frombuffer(array("q", flattened(parts)), dtype=torch.int64)
+            ids[row, spans[0].start : spans[-1].end] = tokens
         return ids
 
     def mask(self) -> Tensor:

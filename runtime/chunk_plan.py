@@ -160,8 +160,13 @@ def _row_turns(
     return [join(turns) for turns in zip(*parts, strict=True)]
 
 
-def assemble(plan: Plan, layer: int, device: torch.device) -> KeyValue:
-    """One layer's cached keys and values at their places: [N, H, L, D] and [N, H, L, Dv].
+def assemble(plan: Plan, layers: int, device: torch.device) -> list[KeyValue]:
+    """Every layer's cached keys and values at their places: [N, H, L, D] and [N, H, L, Dv].
+
+    Args:
+        plan: of chunks that are on `device`.
+        layers: of the model.
+        device: the model's.
 
     Returns:
         New tensors, zero where nothing is cached.
@@ -169,12 +174,20 @@ def assemble(plan: Plan, layer: int, device: torch.device) -> KeyValue:
     Raises:
         ValueError: chunks of different dtypes.
     """
-    buffers = empty_buffers(plan, layer, device)
-    for target, row in zip(zip(*buffers, strict=True), plan.rows, strict=True):
-        pairs = [(placed.span, placed.chunk.layer(layer)) for placed in row]
-        for index, part in enumerate(target):
-            _join_tokens([(span, pair[index]) for span, pair in pairs], part)
-    return buffers
+    rows = [[(placed.span, _near(placed.chunk).lent()) for placed in row] for row in plan.rows]
+    made = []
+    for layer in range(layers):
+        buffers = empty_buffers(plan, layer, device)
+        for target, row in zip(zip(*buffers, strict=True), rows, strict=True):
+            for index, part in enumerate(target):
+                _join_tokens([(span, pairs[layer][index]) for span, pairs in row], part)
+        made.append(buffers)
+    return made
+
+
+def _near(chunk: Cached) -> Chunk:
+    assert isinstance(chunk, Chunk)
+    return chunk
 
 
 def empty_buffers(plan: Plan, layer: int, device: torch.device, *, zero: bool = False) -> KeyValue:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_cascade.runtime.chunk_parts import Ids
+from torch_cascade.runtime.chunk_parts import Ids, flattened
 from torch_cascade.runtime.chunk_plan import Cached, Plan
 
 
@@ -88,16 +88,19 @@ def blend_report(
     }
     parts = []
     for n, (row, spans) in enumerate(zip(found, plan.layout.spans, strict=True)):
-        before: Ids = ()
+        tokens = flattened(plan.layout.rows[n])
         for i, (hit, span) in enumerate(zip(row, spans, strict=True)):
             count = reused.get((n, span.start), 0)
-            ids = plan.layout.rows[n][i]
             cached, tier = hit if hit is not None and count else (None, "fresh")
             share = 0 if cached is None else cached.nbytes * count // span.length
-            exact = cached is not None and cached.key.context == before
+            exact = cached is not None and _stands_after(cached.key.context, tokens, span.position)
             parts.append(PartReport(n, i, span.length, count, tier, share, exact))
-            before += ids
     return BlendReport(tuple(parts), refused)
+
+
+def _stands_after(context: Ids, tokens: Ids, place: int) -> bool:
+    """Whether the first `place` of a prompt's tokens are the context."""
+    return len(context) == place and context == tokens[:place]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -37,6 +37,15 @@ class ChunkShelf:
         self.refused: list[str] = []
         self._bad: set[str] = set()
         self._lock = threading.RLock()
+
+    def prefetch(self, keys: Iterable[ChunkKey]) -> None:
+        """Let the system read the files of chunks that are in no memory, all at once."""
+        if self.folder is None:
+            return
+        with self._lock:
+            missing = {key.name for key in keys if not any(key.name in tier for tier in self.tiers)}
+        for name in missing - self._bad:
+            self.folder.prefetch(name)
 
     def find_first(
         self, keys: Sequence[ChunkKey], model_tables: Sequence[RopeTable]

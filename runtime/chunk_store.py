@@ -203,15 +203,23 @@ class ChunkStore:
     def _find_all(self, row: Sequence[Ids]) -> list[tuple[Cached, str] | None]:
         """The copies of a prompt's parts, with their tiers."""
         tokens, starts = flattened(row), itertools.accumulate(map(len, row[:-1]), initial=0)
-        return [self._find(ids, tokens[:start]) for ids, start in zip(row, starts, strict=True)]
+        keys = [self._keys(ids, tokens, start) for ids, start in zip(row, starts, strict=True)]
+        self._shelf.prefetch(itertools.chain.from_iterable(keys))
+        return [self._shelf.find_first(candidates, self._tables) for candidates in keys]
 
-    def _find(self, ids: Ids, before: Ids) -> tuple[Cached, str] | None:
-        """The best copy: after the same tokens, computed alone, or after others, in this order."""
+    def _keys(self, ids: Ids, tokens: Ids, start: int) -> list[ChunkKey]:
+        """Of copies, the best first: after the same tokens, computed alone, or after others.
+
+        A prompt has many parts, so the tokens before one are looked at only if there may be a copy
+        that was computed after as many.
+        """
         known = self._contexts.get(ids, ())
-        here = (before,) if before in known or self._shelf.folder is not None else ()
+        on_disk = self._shelf.folder is not None
+        possible = on_disk or any(len(context) == start for context in known)
+        before = tokens[:start] if possible else ()
+        here = (before,) if on_disk or before in known else ()
         contexts = dict.fromkeys((*here, (), *known))
-        keys = [ChunkKey(self._computed_by(), ids, context) for context in contexts]
-        return self._shelf.find_first(keys, self._tables)
+        return [ChunkKey(self._computed_by(), ids, context) for context in contexts]
 
     def _inputs(self, plan: Plan, report: BlendReport) -> Blended:
         layout, device, pad = plan.layout, self._device, _pad_id(self._model)
