@@ -108,7 +108,7 @@ def _run(file: str, source: str) -> dict[str, Any]:
     """Run a program under a name without folders, which is what its report then says."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(source, file, "exec"), names)
+    exec(compile(source, file, "exec", dont_inherit=True), names)
     return names
 
 

@@ -82,7 +82,7 @@ class Page:
             program += block.text
             whole = program.splitlines(keepends=True)
             linecache.cache[_PROGRAM] = (len(program), None, whole, _PROGRAM)
-            code = compile("\n" * lines + block.text, _PROGRAM, "exec")
+            code = compile("\n" * lines + block.text, _PROGRAM, "exec", dont_inherit=True)
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(code, names)
             if block.printed is not None:
