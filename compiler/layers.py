@@ -46,6 +46,10 @@ def induced(dag: nx.DiGraph, nodes: Set[N]) -> nx.DiGraph:
     """The part of a graph that some nodes make up, in the graph's own order.
 
     `nx.DiGraph.subgraph` may have the order of the set, which is another in every process.
+
+    Example:
+        >>> list(induced(nx.path_graph(40, nx.DiGraph), {30, 3, 17}))
+        [3, 17, 30]
     """
     part = dag.copy()
     part.remove_nodes_from([node for node in dag if node not in nodes])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 
@@ -31,13 +32,16 @@ def test_its_python_runs(page, monkeypatch, tmp_path):
     page.run()
 
 
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_every_output_is_compared(page):
+    """A block of text stands right behind the Python that prints it, or nobody would notice."""
+    compared = [block.printed for block in page.blocks("python") if block.printed is not None]
+    assert compared == [block.text for block in page.blocks("text")]
+
+
 @everywhere
 def test_its_links_lead_somewhere(page):
-    for link in page.links():
-        name, _, anchor = link.partition("#")
-        target = page.path.parent / name if name else page.path
-        assert target.exists(), link
-        assert not anchor or anchor in Page(target).anchors(), link
+    assert list(page.broken_links()) == []
 
 
 @everywhere
@@ -45,11 +49,7 @@ def test_the_files_it_names_exist(page):
     """By their path from the root; in docs and benchmarks also from there."""
     places = (ROOT, page.path.parent)
     missing = {f for f in page.files() if not any((place / f).exists() for place in places)}
-    assert missing <= NOT_IN_THE_REPOSITORY
-
-
-# Made by a reader, or inside of torch.
-NOT_IN_THE_REPOSITORY: set[str] = set()
+    assert missing == set()
 
 
 @everywhere
@@ -65,3 +65,24 @@ def test_its_commands_exist(page, capsys):
         assert importlib.util.find_spec(module), module
     targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"^make (\w+)", shown, re.MULTILINE)) <= set(targets)
+
+
+# --- what the tests above would notice ------------------------------------------------------------
+
+
+def page_of(folder, text):
+    path = folder / "page.md"
+    path.write_text(text, encoding="utf-8")
+    return Page(path)
+
+
+@pytest.mark.parametrize(("printed", "right"), [("5", True), ("...", True), ("6", False)])
+def test_another_output_is_noticed(tmp_path, printed, right):
+    page = page_of(tmp_path, f"```python\nprint(2 + 3)\n```\n\n```text\n{printed}\n```\n")
+    with contextlib.nullcontext() if right else pytest.raises(AssertionError, match="printed:\n5"):
+        page.run()
+
+
+def test_broken_links_are_noticed(tmp_path):
+    text = "# One, two\n[a](#one-two) [b](page.md#one-two) ![c](c.svg) [d](#three) [e](https://f.g)"
+    assert list(page_of(tmp_path, text).broken_links()) == ["c.svg", "#three"]

@@ -61,9 +61,15 @@ class Page:
         """The page without its fenced blocks."""
         return _FENCE.sub("", self.text)
 
-    def links(self) -> Iterator[str]:
-        """Targets of its links that are files of the repository or places in them."""
-        yield from (t for t in _LINK.findall(self.prose) if not re.match(r"https?:", t))
+    def broken_links(self) -> Iterator[str]:
+        """Targets of its links that are no files of the repository, or no places in them."""
+        for link in _LINK.findall(self.prose):
+            name, _, anchor = link.partition("#")
+            target = self.path.parent / name if name else self.path
+            if re.match(r"https?:", link):
+                continue
+            if not target.exists() or (anchor and anchor not in Page(target).anchors()):
+                yield link
 
     def files(self) -> set[str]:
         """Files of the repository that it names: `passes/views.py`."""
