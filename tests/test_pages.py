@@ -84,5 +84,5 @@ def test_another_output_is_noticed(tmp_path, printed, right):
 
 
 def test_broken_links_are_noticed(tmp_path):
-    text = "# One, two\n[a](#one-two) [b](page.md#one-two) ![c](c.svg) [d](#three) [e](https://f.g)"
+    text = "# One, two\n[a](#one-two) [b](page.md#one-two) ![c](c.svg) [d](#three) [e](https://arxiv.org/x)"
     assert list(page_of(tmp_path, text).broken_links()) == ["c.svg", "#three"]
