@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
@@ -36,10 +36,24 @@ def arrange(dag: nx.DiGraph, letters: Mapping[N, int]) -> dict[N, Box]:
     boxes: dict[N, Box] = {}
     left = _LEFT
     for part in nx.weakly_connected_components(dag):
-        placed = _part(dag.subgraph(part), letters, left)
+        placed = _part(induced(dag, part), letters, left)
         boxes.update(placed)
         left = max(box.x + box.width for box in placed.values()) + 2 * _GAP
     return boxes
+
+
+def induced(dag: nx.DiGraph, nodes: Set[N]) -> nx.DiGraph:
+    """The part of a graph that some nodes make up, in the graph's own order.
+
+    `nx.DiGraph.subgraph` may have the order of the set, which is another in every process.
+
+    Example:
+        >>> list(induced(nx.path_graph(40, nx.DiGraph), {30, 3, 17}))
+        [3, 17, 30]
+    """
+    part = dag.copy()
+    part.remove_nodes_from([node for node in dag if node not in nodes])
+    return part
 
 
 def _part(dag: nx.DiGraph, letters: Mapping[N, int], left: float) -> dict[N, Box]:

@@ -17,7 +17,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from torch_cascade.compiler.layers import Box, arrange
+from torch_cascade.compiler.layers import Box, arrange, induced
 from torch_cascade.compiler.printing import Printer
 from torch_cascade.compiler.text import alike
 
@@ -66,7 +66,7 @@ def picture(graph: fx.Graph) -> str | None:
     drawn = [found[kinds.index(kind)] for kind in counts]
     times = {a.out: count for a, count in zip(drawn, counts.values(), strict=True)}
     shared = frozenset(node for a in drawn for node in a.shared)
-    shown = dag.subgraph({node for a in drawn for node in a.shown})
+    shown = induced(dag, {node for a in drawn for node in a.shown})
     letters = {node: max(map(len, _label(node, printer, times))) for node in shown}
     boxes = arrange(shown, letters)
     return _svg(boxes, shown, printer, shared, times)

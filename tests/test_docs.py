@@ -1,4 +1,4 @@
-"""Docstrings, README, sizes: what the text of the repository promises."""
+"""Docstrings, tables, sizes: what the text promises; `test_pages` has the pages themselves."""
 
 import ast
 import doctest
@@ -8,11 +8,9 @@ import re
 import subprocess
 
 import pytest
-from support import machines
 from support.source import ROOT, Module, modules
 
 import torch_cascade
-from torch_cascade.compiler import calibration
 from torch_cascade.compiler.options import settings
 from torch_cascade.compiler.report import EXPLANATIONS, Reason
 
@@ -71,10 +69,10 @@ def test_what_the_root_exports_is_documented_there():
         assert name in README
 
 
-# --- README ---------------------------------------------------------------------------------------
+# --- tables of the README and of docs/options.md -------------------------------------------------
 
-README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
-BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+OPTIONS = (ROOT / "docs" / "options.md").read_text(encoding="utf-8")
 
 
 def row(*cells: str) -> str:
@@ -84,7 +82,7 @@ def row(*cells: str) -> str:
 def test_the_table_of_options():
     for s in settings():
         default = f"`{s.default}`" if s.default else "unset"
-        assert row(f"`{s.variable}`", f"`{s.name}`", default, s.meaning) in README
+        assert row(f"`{s.variable}`", f"`{s.name}`", default, s.meaning) in OPTIONS
 
 
 def test_the_table_of_reasons():
@@ -97,23 +95,6 @@ def test_every_reason_is_given_by_some_code():
     sources = (m.path.read_text(encoding="utf-8") for m in MODULES if m.name != "compiler.report")
     given = set(re.findall(r"\bReason\.([A-Z0-9_]+)", " ".join(sources)))
     assert {reason.name for reason in Reason} == given
-
-
-def test_python_in_the_readme_runs(monkeypatch):
-    """Blocks build on one another, as a reader would run them; `explain` prints what it says.
-
-    What it says of times is of the generic CPU with one thread.
-    """
-    monkeypatch.setattr(calibration, "_table", lambda device, threads: machines.CPU)
-    namespace = {"__name__": "readme"}
-    assert len(BLOCKS) >= 3
-    for block in BLOCKS:
-        exec(compile(block, "README.md", "exec"), namespace)
-    (sample,) = re.findall(r"^```text\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
-    printed = str(namespace["report"]).splitlines()
-    for line in sample.splitlines():
-        if line.startswith("    "):  # the others hold a time, and the place in the reader's file
-            assert line in printed
 
 
 # --- size and hygiene -----------------------------------------------------------------------------
@@ -154,9 +135,11 @@ MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|root|work|farm|Users|mnt|opt|tmp)
 ADDRESS = re.compile(r"https?://([\w.-]+)")
 KNOWN_HOSTS = {
     "arxiv.org",
+    "docs.flashinfer.ai",
     "docs.pytorch.org",
     "github.com",
     "huggingface.co",
+    "lightning.ai",
     "matplotlib.org",
     "www.apache.org",
     "www.w3.org",
