@@ -6,6 +6,7 @@ merge. `price` prices both for numbers; symbolic sizes are a matter of `compiler
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import sympy
@@ -27,8 +28,14 @@ from torch_cascade.kernels.launch_config import (
 _CPU_BLOCKS = ((768, 256), (192, 64), (0, 32))
 # glibc gives anything larger back to the system when it is freed (M_MMAP_THRESHOLD_MAX).
 _KEPT_BYTES = 32 * 2**20
-# Tiles of FlashAttention 2 (flash_fwd_launch_template.h), rows and keys: with and without splits.
-_SPLIT_TILE, _WHOLE_TILE = (64, 128), (128, 64)
+# Tiles of FlashAttention 2 (flash_fwd_launch_template.h): features at most, rows, keys.
+_SPLIT_TILES = ((64, 64, 256), (128, 64, 128), (256, 64, 64))
+_WHOLE_TILES = ((64, 128, 128), (192, 128, 64), (256, 64, 64))
+# So many tiles' time passes before its first blocks begin with theirs, for one query token (or
+# splits) and for more: measured on one H200.
+_FIRST_OF_ONE, _FIRST_OF_MANY = 2, 5
+# Where there are fewer blocks than this share of two a multiprocessor, keys are split.
+_FULL = 0.8
 
 
 def plain(work: Work, device: Device) -> Price:
@@ -38,7 +45,8 @@ def plain(work: Work, device: Device) -> Price:
     values = _values(work, device) | _run_values(parts, used)
     if device.kind == "cpu":
         return Price.of(terms.cpu_naive(), values | _cpu_library(work, device))
-    return Price.of(terms.gpu_naive(), values | _gpu_library(work, device))
+    values |= _gpu_library(work, device)
+    return Price.of(terms.gpu_naive(split=values[terms.LIBRARY_SPLITS] > 1), values)
 
 
 def cascade(work: Work, device: Device) -> Price:
@@ -147,24 +155,42 @@ def _gpu_library(work: Work, device: Device) -> dict[sympy.Symbol, float]:
     """How FlashAttention 2 covers the queries: a block a tile of rows and query head.
 
     With one query token it swaps group and query axis, so that a block reads a KV head once. The
-    keys are split where there are fewer blocks than multiprocessors.
+    keys are split where blocks do not fill the device (`num_splits_heuristic`).
     """
     swapped = work.q_len == 1 and work.heads > work.kv_heads
     heads, tokens = (
         (work.kv_heads, work.heads // work.kv_heads) if swapped else (work.heads, work.q_len)
     )
-    rows, keys = _SPLIT_TILE if swapped else _WHOLE_TILE
+    length = sum(run.length for run in work.runs)
+    rows, keys = _tile(_SPLIT_TILES, work)
     tiles = work.batch * heads * -(-tokens // rows)
-    steps = -(-sum(run.length for run in work.runs) // keys)
-    chain = max(1.0, steps * tiles / device["processors"])
+    places = 2 * device["processors"]
+    splits = 1
+    if tiles < _FULL * places:
+        splits = max(1, min(-(-length // keys), int(places / tiles)))
+    if splits == 1:
+        rows, keys = _tile(_WHOLE_TILES, work)
+        tiles = work.batch * heads * -(-tokens // rows)
+    blocks = max(1.0, tiles * splits / device["processors"])
+    first = _FIRST_OF_ONE if work.q_len == 1 or splits > 1 else _FIRST_OF_MANY
+    features = max(work.d_k, work.d_v) / 128  # up to 128, tiles have more keys instead
+    steps = (1 + -(-length // (keys * splits))) * blocks
+    chain = first * features + steps * max(1.0, features)
     return {
         terms.SPILLED_BYTES: _spilled_bytes(work, device),
         terms.LIBRARY_ROWS: rows,
         terms.LIBRARY_TILES: tiles,
+        terms.LIBRARY_SPLITS: splits,
         terms.LIBRARY_STEPS: chain,
         terms.LIBRARY: device["library"],
         terms.LIBRARY_STEP: device["library.step"],
     }
+
+
+def _tile(table: Sequence[tuple[int, int, int]], work: Work) -> tuple[int, int]:
+    """Rows and keys of a tile; FlashAttention has none for more features."""
+    features = max(work.d_k, work.d_v)
+    return next((row[1:] for row in table if features <= row[0]), table[-1][1:])
 
 
 def launches(work: Work, device: Device) -> list[tuple[list[int], LaunchConfig]]:

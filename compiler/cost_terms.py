@@ -53,11 +53,14 @@ STEP, LIBRARY_STEP = symbol("step", SECOND), symbol("library_step", SECOND)
 P = symbol("P")
 # How torch's own attention is launched.
 LIBRARY_ROWS, LIBRARY_TILES = symbol("library_rows"), symbol("library_tiles")
-LIBRARY_STEPS = symbol("library_steps")
+LIBRARY_STEPS, LIBRARY_SPLITS = symbol("library_steps"), symbol("library_splits")
 # Bytes of the naive graph's copies that the system has to give, and that no cache holds.
 FRESH_BYTES, SPILLED_BYTES = symbol("fresh_bytes", BYTE), symbol("spilled_bytes", BYTE)
 ONE_FLOP = symbol("flop", FLOP)  # the unit itself: 1
 
+
+# So many steps' time passes before the first programs of ours begin with theirs (one H200).
+_FIRST = 3
 
 _DEFINITIONS: dict[sympy.Symbol, sympy.Expr] = {}
 
@@ -174,18 +177,26 @@ def _flops(rows: sympy.Expr, keys: sympy.Expr) -> sympy.Expr:
 
 
 @cache
-def gpu_naive() -> tuple[Kernel, ...]:
+def gpu_naive(*, split: bool) -> tuple[Kernel, ...]:
     """Expanded copies of K and V, one kernel each, and torch's attention over them.
 
     A copy that L2 does not hold is read back from memory. Where nothing is copied, the branches
-    read the same bytes one after the other, and L2 serves all but the first.
+    read the same bytes one after the other, and L2 serves all but the first. Where keys are split,
+    a second kernel combines the partial results.
     """
     copy = COPIED * (2 * LAUNCH + ONCE / COPY) + EXPANDED / COPY
     moved = SPILLED_BYTES + (1 - COPIED) * ONCE + 2 * OUTPUT
     flops = named("flops", _flops(LIBRARY_TILES * LIBRARY_ROWS, KEYS))
     chain = LIBRARY_STEP * LIBRARY_STEPS
     attend = LAUNCH + Max(moved / READ, flops / (LIBRARY * MATMUL), chain)
-    return Kernel.of("copy K and V for every branch", copy), Kernel.of("torch's attention", attend)
+    kernels = (
+        Kernel.of("copy K and V for every branch", copy),
+        Kernel.of("torch's attention", attend),
+    )
+    if not split:
+        return kernels
+    combined = LAUNCH + LIBRARY_STEP + (2 * LIBRARY_SPLITS * PARTIAL + OUTPUT) / READ
+    return (*kernels, Kernel.of("combine its splits", combined))
 
 
 @cache
@@ -196,13 +207,16 @@ def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> K
     multiprocessors. A tail is more steps of the first segment's last programs.
     """
     own = parts[:1] if tail else parts
-    steps = [sympy.Add(*(part.steps for part in parts))] if tail else [p.steps for p in parts]
+    steps = [parts[0].steps + 2 * parts[1].steps] if tail else [p.steps for p in parts]
     moved = sympy.Add(*(part.bytes for part in parts)) + ROWS * DK * Q_BYTES
-    moved += OUTPUT if direct else sympy.Add(*(part.splits for part in own)) * PARTIAL
+    written = OUTPUT if direct else sympy.Add(*(part.splits for part in own)) * PARTIAL
     flops = sympy.Add(*(part.tile_flops for part in own))
-    work = sympy.Add(*(p.tiles * p.splits * count for p, count in zip(own, steps, strict=True)))
-    chain = STEP * Max(*steps, work / P)
-    seconds = LAUNCH + Max(moved / (ATTEND_READ * READ), flops / (ATTEND * MATMUL), chain)
+    work = sympy.Add(*(p.tiles * p.splits * (1 + n) for p, n in zip(own, steps, strict=True)))
+    features = (DK + DV) / 256  # a step is that of a tile of 128 features
+    chain = features * STEP * (_FIRST + Max(*(1 + count for count in steps), work / P))
+    seconds = LAUNCH + Max(
+        moved / (ATTEND_READ * READ) + written / COPY, flops / (ATTEND * MATMUL), chain
+    )
     return Kernel.of("attention over " + " and ".join(str(p.keys) for p in parts), seconds)
 
 
@@ -210,7 +224,7 @@ def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> K
 def gpu_merge(parts: tuple[PartSymbols, ...]) -> Kernel:
     """The merge of the partial results that those parts wrote."""
     moved = sympy.Add(*(part.splits for part in parts)) * PARTIAL + OUTPUT
-    return Kernel.of("merge of partial results", LAUNCH + moved / READ)
+    return Kernel.of("merge of partial results", LAUNCH + 2 * STEP + moved / READ)
 
 
 # --- CPU ------------------------------------------------------------------------------------------

@@ -19,16 +19,16 @@ from torch_cascade.compiler.device import Device, Figure
 
 _MEASURED = "measured on one H200, benchmarks/results"
 _READ = 0.93
-_COPIED = 0.68
+_COPIED = 0.57
 _GUIDE = "CUDA C++ Programming Guide, technical specifications by compute capability"
 _REACHED = {
     "attend": Figure(0.52, _MEASURED),
-    "attend.read": Figure(0.85, _MEASURED),
+    "attend.read": Figure(0.8, _MEASURED),
     "step": Figure(0.6e-6, _MEASURED),
-    "library": Figure(0.4, _MEASURED),
-    "library.step": Figure(1.2e-6, _MEASURED),
+    "library": Figure(0.54, _MEASURED),
+    "library.step": Figure(0.71e-6, _MEASURED),
 }
-_LAUNCH = Figure(3.3e-6, "between dependent kernels of a CUDA graph on one H200: benchmarks/LOG.md")
+_LAUNCH = Figure(1.8e-6, f"a copy after another kernel of a CUDA graph: {_MEASURED}")
 
 
 def _gpu(
