@@ -222,7 +222,7 @@ def _asks_too_much(record: Any) -> str:
     declined = None if record.blend is None else record.blend.declined
     if declined is None or declined.reason is not Reason.ALL_TOKENS:
         return ""
-    if record.options.decide == "never":
+    if record.options.of_pass("blend").decide == "never":
         return ""
     said = EXPLANATIONS[Reason.ALL_TOKENS]
     return f"{said.meaning} At {declined.node}: {declined.detail}. {said.remedy} {_TO_COMPUTE_ALL}"
