@@ -104,17 +104,29 @@ def _joined(emit: Emitter, pieces: Sequence[tuple[Segment, Piece]]) -> fx.Node:
 
 
 def _spread(emit: Emitter, segment: Segment, node: fx.Node) -> fx.Node:
-    """K or V of a level that was given up, a row for every branch: [N, heads, keys, d]."""
-    source = segment.source
-    if source is None:
+    """K or V of a level that was given up, a row for every branch: [N, heads, keys, d].
+
+    Looked up by row: a view would have to prove that the branches tile the batch, again at each op.
+    """
+    if segment.source is None:
         return node
-    digits = [*source.kept, *source.dropped]
-    digits.sort(key=lambda d: -(emit.sizes.hint(d.stride) or 0))
-    _, *rest = shape(node)
-    once = [d.size if d in source.kept else ONE for d in digits]
-    opened = emit.call(aten.reshape.default, node, [*once, *rest])
-    spread = emit.call(aten.expand.default, opened, [*(d.size for d in digits), *rest])
-    return emit.call(aten.reshape.default, spread, [segment.rows, *rest])
+    device = tensor(node).device
+    own = emit.call(
+        prims.iota.default,
+        segment.rows,
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device=device,
+        requires_grad=False,
+    )
+    row, below = emit.call(aten.mul.Tensor, own, 0), ONE
+    for digit in reversed(segment.source.kept):
+        place = emit.call(aten.div.Tensor_mode, own, digit.stride, rounding_mode="floor")
+        place = emit.call(aten.remainder.Scalar, place, digit.size)
+        row = emit.call(aten.add.Tensor, row, emit.call(aten.mul.Tensor, place, below))
+        below = below * digit.size
+    return emit.call(aten.index.Tensor, node, [row])
 
 
 def _dense(emit: Emitter, piece: Piece) -> fx.Node:

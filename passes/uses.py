@@ -60,7 +60,7 @@ class Uses:
             GraphError: naming the reader, what it read before and what it reads now.
         """
         now, sizes = Uses.of(graph), Sizes.of(graph)
-        for node, (target, read) in now.reads.items():
+        for node, (target, read) in sorted(now.reads.items(), key=_results_first):
             is_result = node.op == "output"
             old_target, old_read = self.reads.get(node, (None, ()))
             if is_result and len(old_read) != len(read):
@@ -71,11 +71,16 @@ class Uses:
             for old, new in zip(old_read, read, strict=True):
                 compared = self.values.get(old), now.values.get(new)
                 problem = _values_differ(*compared, sizes, strides or is_result)
-                problem = problem or _memory_differs(self.aliases.get(old), now.aliases.get(new))
+                if not problem and (is_result or new is not old):
+                    problem = _memory_differs(self.aliases.get(old), now.aliases.get(new))
                 if problem:
                     reader = "the graph returns" if is_result else f"{node.name} reads"
                     instead = "" if new is old else f" in place of {old.name}"
                     raise GraphError(f"after pass {after}: {reader} {new.name}{instead}: {problem}")
+
+
+def _results_first(entry: tuple[fx.Node, Any]) -> bool:
+    return entry[0].op != "output"
 
 
 def _read(node: fx.Node) -> tuple[fx.Node, ...]:
