@@ -14,7 +14,8 @@ The two sum the same terms in another order, so twice what the original gets wro
 of the merge. A log-sum-exp is stored in float32 (float64 for float64): a rounding of it, relative
 to its size, is one of the output; `reach = max |q| * max |k| * scale` is not below any score.
 
-A graph that reuses cached keys and values is not checked: it is an approximation by design.
+A graph that holds cached keys and values (`cascade::reuse_kv`) is not checked: a blend of them is
+an approximation by design, and some can be taken only once.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch_cascade.passes.site import tags_of
 
 logger = logging.getLogger(__name__)
 
-_REUSES = "the graph reuses cached keys and values, an approximation by design"
+_REUSES = "the graph holds cached keys and values; a blend of them is an approximation by design"
 _UNTRACED = "no node of the lowered graph holds its result alone"
 
 

@@ -151,7 +151,11 @@ class Options:
     )
     strict: bool = field(
         default=False,
-        metadata=_about(boolean, "`1`: an error where nothing was rewritten or a pass failed"),
+        metadata=_about(
+            boolean,
+            "`1`: an error where nothing was rewritten, a pass failed, or `verify=numeric` finds a "
+            "wrong result",
+        ),
     )
     verify: Verify = field(
         default=False,

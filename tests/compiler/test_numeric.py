@@ -44,7 +44,8 @@ def masked(q, prefix, suffix):
 def test_right_rewrites_are_right(fn, dtype, dynamic):
     found = run(fn, inputs(dtype=dtype), dynamic, strict=True)
     assert found and all(f is not None and not f.unchecked and not f.wrong for f in found)
-    assert all(0 < f.eager_error and 0 < f.error <= f.bound < 0.3 for f in found)
+    assert all(0 <= f.error <= f.bound < 100 * torch.finfo(dtype).eps for f in found)
+    assert dtype == torch.float64 or all(f.eager_error > 0 for f in found)
 
 
 def test_rows_that_see_no_key_are_compared():
@@ -197,6 +198,17 @@ def test_random_numbers_are_those_without_the_check():
 def test_a_site_that_is_declined_has_no_numbers():
     assert run(unshared) == [None]
     assert run(decide="never") == [None]
+
+
+def test_a_graph_with_cached_keys_and_values_is_not_checked():
+    def fn(q, prefix, suffix):
+        fresh = torch.tensor([[S - 1]]).expand(suffix.shape[0], 1)
+        k, v = torch_cascade.reuse_kv(suffix, suffix, suffix.sin(), suffix.cos(), fresh)
+        return attention(q, prefix, suffix), k + v
+
+    (found,) = run(fn)
+    assert "approximation by design" in found.unchecked and not found.wrong
+    assert "not compared with the original" in str(torch_cascade.last_report())
 
 
 def test_a_check_that_fails_is_said(monkeypatch, caplog):
