@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import tracing
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy.functions import Max
 
 from torch_cascade.compiler.graph import Size, SizeLike, Sizes, fake_mode, size_expr, value
@@ -68,7 +69,12 @@ def alike(a: torch.Tensor, b: torch.Tensor, sizes: Sizes, *, strides: bool = Tru
 
 
 def same_size(a: SizeLike, b: SizeLike, sizes: Sizes) -> bool:
-    """Provably equal, or equal in the call being compiled where no proof is found."""
+    """Provably equal, or equal in the call being compiled where no proof is found.
+
+    Sizes that only data tells get a new symbol each time an op is run, so two of them may be equal.
+    """
+    if free_unbacked_symbols(size_expr(a)) and free_unbacked_symbols(size_expr(b)):
+        return True
     hints = sizes.hint(a), sizes.hint(b)
     return sizes.equal(a, b) or (None not in hints and hints[0] == hints[1])
 

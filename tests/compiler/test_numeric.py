@@ -9,12 +9,16 @@ import math
 import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
+from support.lowering import fused_on_the_cpu
 from support.shared_prefix import D, M, P, S, attention, inputs, joined, stack, unshared
 
 import torch_cascade
 from torch_cascade.compiler import numeric, numeric_run
 from torch_cascade.compiler.backend import CascadeError
 from torch_cascade.passes import cascade, emit, emit_merge
+
+
+F32 = torch.float32
 
 
 def run(fn=attention, args=None, dynamic=None, **options):
@@ -39,8 +43,15 @@ def masked(q, prefix, suffix):
 
 
 @pytest.mark.parametrize("fn", [attention, by_hand, masked, stack(3)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "dynamic"),
+    [
+        (torch.float32, False),
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        (torch.float64, False),
+    ],
+)
 def test_right_rewrites_are_right(fn, dtype, dynamic):
     found = run(fn, inputs(dtype=dtype), dynamic, strict=True)
     assert found and all(f is not None and not f.unchecked and not f.wrong for f in found)
@@ -231,6 +242,22 @@ def test_equal_sites_that_are_joined_are_both_compared():
 
     found = run(twice)
     assert len(found) == 2 and not any(f.unchecked or f.wrong for f in found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wrong", [False, True])
+def test_one_kernel_that_does_more_is_compared_behind_it(dtype, wrong, monkeypatch):
+    """As on a GPU: the kernel also writes the user's layout, which is where it is looked at."""
+
+    def fn(q, prefix, suffix):
+        return attention(q, prefix, suffix).transpose(1, 2).contiguous() + 1
+
+    if wrong:
+        monkeypatch.setattr(*WRONG["the scale"])
+    with fused_on_the_cpu() as stand_in:
+        (found,) = run(fn, inputs(dtype=dtype))
+    assert {call["order"] for call in stand_in.calls} == {(0, 2, 1, 3)}
+    assert not found.unchecked and found.wrong == (wrong and dtype == torch.float32)
 
 
 def test_the_artefact_is_not_cached(tmp_path, monkeypatch):

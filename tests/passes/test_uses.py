@@ -184,3 +184,16 @@ def test_symbolic_sizes_are_compared():
 
 def test_a_pass_that_changes_nothing_passes(monkeypatch):
     run(Case(lambda x: (x.sin(), x.t(), x.clone()), lambda graph: None, ""), monkeypatch)
+
+
+def test_sizes_that_data_tells_are_no_obstacle(monkeypatch):
+    """Run again, such an op yields another unknown size."""
+
+    def fn(x):
+        found = x[x > 0]
+        return found.sin(), found.view(-1, 1) * 2, found.cos().sum()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run(Case(fn, lambda graph: None, ""), monkeypatch)
+        with pytest.raises(BackendCompilerFailed, match="sum_1 reads"):
+            run(Case(fn, replaced(aten.cos.default, aten.slice.Tensor, 0, 0, 2), ""), monkeypatch)
