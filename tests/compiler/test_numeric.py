@@ -17,7 +17,6 @@ from torch_cascade.compiler import numeric, numeric_run
 from torch_cascade.compiler.backend import CascadeError
 from torch_cascade.passes import cascade, emit, emit_merge
 
-
 F32 = torch.float32
 
 
