@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
+    from torch_cascade.compiler.pass_base import Pass
+    from torch_cascade.compiler.pass_registry import register_pass
     from torch_cascade.compiler.summary import Report
     from torch_cascade.kernels.ops import reuse_kv
     from torch_cascade.runtime.blend_cache import BlendCache
@@ -28,10 +30,12 @@ __all__ = [
     "Options",
     "PagePool",
     "PagedBranches",
+    "Pass",
     "Report",
     "SharedPrefixCache",
     "explain",
     "last_report",
+    "register_pass",
     "reuse_kv",
 ]
 
@@ -41,6 +45,8 @@ _HOMES = {
     "BlendCache": "runtime.blend_cache",
     "ChunkStore": "runtime.chunk_store",
     "Options": "compiler.options",
+    "Pass": "compiler.pass_base",
+    "register_pass": "compiler.pass_registry",
     "reuse_kv": "kernels.ops",
     "PagePool": "runtime.paged",
     "PagedBranches": "runtime.paged_branches",

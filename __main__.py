@@ -1,4 +1,4 @@
-"""The command line: `python -m torch_cascade demo`, `calibrate`, `doctor` and `explain`."""
+"""The command line: `python -m torch_cascade demo`, `calibrate`, `doctor`, `explain`, `passes`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from torch_cascade.compiler import calibrate, doctor, explain_script
+from torch_cascade.compiler import calibrate, doctor, explain_script, passes_command
 from torch_cascade.demo import cli as demo
 
 _COMMANDS: dict[str, tuple[ModuleType, str]] = {
@@ -15,6 +15,7 @@ _COMMANDS: dict[str, tuple[ModuleType, str]] = {
     "calibrate": (calibrate, "measure this machine for the cost model, in less than two minutes"),
     "doctor": (doctor, "say what works on this machine, and what to install"),
     "explain": (explain_script, "run a script, then say what the backend did and why not"),
+    "passes": (passes_command, "list the passes that can be named, with their options"),
 }
 
 

@@ -99,15 +99,14 @@ def compile_graph(
         inner_compile: stands in for Inductor's code generation (tests, explain).
         journal: the `compiler.journal.Journal` that keeps the record; None for this process's.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
     from torch_cascade.compiler.record import Compilation
 
-    keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     config: dict[str, Any] = dict(patches)
     begin = time.perf_counter()
-    record, dump, pipeline = Compilation(options=options), None, None
+    record, dump, pipeline, numeric = Compilation(options=options), None, None, None
     if not options.disable:
         dump = _dump(options)
         record.training = builds_training_graph(gm, example_inputs)
@@ -115,16 +114,22 @@ def compile_graph(
         record.seconds["capture"] = time.perf_counter() - begin
     if not (options.disable or record.training):
         draws = (journal or _journal()).draws
-        pipeline = _pipeline(options, record, patches, _watch(record, dump, draws))
+        numeric = _numeric(options, record)
+        pipeline = _pipeline(options, record, patches, _watch(record, dump, draws, numeric))
         config["joint_custom_pre_pass"] = pipeline
-        if options.strict or dump is not None:
+        if options.strict or dump is not None or numeric is not None:
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
-    compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
+    inner_compile = inner_compile or compile_fx_inner
+    if numeric is not None:
+        inner_compile = numeric.around(inner_compile)
+    compiled = compile_fx(gm, example_inputs, config_patches=config, inner_compile=inner_compile)
     record.cached = pipeline is not None and not pipeline.ran
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
     if dump is not None:
         dump.finish(record)
+        if numeric is not None:
+            numeric.done = lambda: dump.finish(record)
     _log(record)
     asks_too_much = _asks_too_much(record)
     if options.strict and not options.disable and record.idle:
@@ -154,18 +159,28 @@ def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], watch: 
     return Pipeline(options, record, _user_passes(patches), watch)
 
 
-def _watch(record: Any, dump: Any, draws: bool) -> Any:
-    """What looks at the graph between the passes: for the option `dump`, for a picture, or None."""
-    if not draws:
-        return None if dump is None else dump.see
+def _watch(record: Any, dump: Any, draws: bool, numeric: Any) -> Any:
+    """What looks at the graph between the passes: for a picture, `dump`, `verify`; or None."""
+    lookers = [looker.see for looker in (dump, numeric) if looker is not None]
+    if not (draws or lookers):
+        return None
 
     def watch(stage: str, graph: fx.Graph) -> None:
-        if stage == "cascade":
+        if draws and stage == "cascade":
             record.picture = _drawn(graph)
-        if dump is not None:
-            dump.see(stage, graph)
+        for see in lookers:
+            see(stage, graph)
 
     return watch
+
+
+def _numeric(options: Options, record: Any) -> Any:
+    """The check that the option `verify` wants in the first call; None for none."""
+    if options.verify != "numeric":
+        return None
+    from torch_cascade.compiler.numeric import NumericCheck
+
+    return NumericCheck(record, options.strict)
 
 
 def _drawn(graph: fx.Graph) -> str:
@@ -222,7 +237,7 @@ def _asks_too_much(record: Any) -> str:
     declined = None if record.blend is None else record.blend.declined
     if declined is None or declined.reason is not Reason.ALL_TOKENS:
         return ""
-    if record.options.decide == "never":
+    if record.options.of_pass("blend").decide == "never":
         return ""
     said = EXPLANATIONS[Reason.ALL_TOKENS]
     return f"{said.meaning} At {declined.node}: {declined.detail}. {said.remedy} {_TO_COMPUTE_ALL}"

@@ -8,9 +8,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-KNOWN_PASSES = ("cascade", "blend")
-"""Names that the option `passes` accepts, in the order in which the passes run."""
-
 SELECTORS = ("v", "k", "kv", "heads", "random", "attention")
 """Names that the option `selector` accepts (`torch_cascade.runtime.selection` has them)."""
 
@@ -19,6 +16,16 @@ Decide: TypeAlias = Literal["auto", "always", "never"] | Callable[[Any], bool]
 
 _WORDS = {"1": True, "true": True, "yes": True, "on": True}
 _WORDS |= {"0": False, "false": False, "no": False, "off": False}
+
+
+def verify(value: object) -> bool | Literal["numeric"]:
+    """A switch, or the word for more."""
+    if isinstance(value, str) and value.strip().lower() == "numeric":
+        return "numeric"
+    try:
+        return boolean(value)
+    except ValueError as error:
+        raise ValueError(f"{error}, or numeric") from None
 
 
 def boolean(value: object) -> bool:
@@ -54,17 +61,6 @@ def calibration(value: object) -> str:
     return os.fspath(Path(os.fspath(value)).expanduser())
 
 
-def pass_names(value: object) -> tuple[str, ...]:
-    """Passes in the order in which they run."""
-    names = [n.strip() for n in value.split(",")] if isinstance(value, str) else value
-    if names == ["none"]:
-        return ()
-    if not isinstance(names, (list, tuple)) or any(name not in KNOWN_PASSES for name in names):
-        valid = ", ".join(KNOWN_PASSES)
-        raise ValueError(f"passes of this version ({valid}), separated by commas, or none")
-    return tuple(name for name in KNOWN_PASSES if name in names)
-
-
 def folder(value: object) -> Path | None:
     """A path; None for unset."""
     if value is None:
@@ -80,6 +76,15 @@ def count(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)) or not text.isdecimal():
         raise ValueError("a whole number, 0 or more")
     return int(text)
+
+
+def levels(value: object) -> int | None:
+    """A number of levels; None for any number."""
+    text = str(value).strip()
+    whole = isinstance(value, (int, str)) and not isinstance(value, bool) and text.isdecimal()
+    if value is not None and (not whole or int(text) < 2):
+        raise ValueError("a whole number, 2 or more: a shared prefix and the branches' own keys")
+    return None if value is None else int(text)
 
 
 def ratio(value: object) -> Fraction:

@@ -23,18 +23,14 @@ from torch_cascade.compiler.inductor_options import (
     one_mode,
     suggest,
 )
-from torch_cascade.compiler.option_values import (
-    KNOWN_PASSES,
-    CheckLayers,
-    Decide,
-    boolean,
-    choice,
-    folder,
-    pass_names,
-)
+from torch_cascade.compiler.option_values import CheckLayers, Decide, boolean, choice, folder
+from torch_cascade.compiler.pass_list import check_agreement, parse_passes, same_meaning
+from torch_cascade.compiler.pass_registry import DEFAULT
+from torch_cascade.compiler.pass_text import PassSpec, PassTextError
 
 PREFIX = "TORCH_CASCADE_"
 Guards: TypeAlias = Literal["auto", "never"]
+Verify: TypeAlias = bool | Literal["numeric"]
 
 
 def _about(
@@ -66,10 +62,12 @@ class Options:
     """The resolved switches of one compilation; see `settings` for what each means."""
 
     disable: bool = field(default=False, metadata=_about(boolean, "`1`: exactly plain Inductor"))
-    passes: tuple[str, ...] = field(
-        default=KNOWN_PASSES,
+    passes: tuple[PassSpec, ...] = field(
+        default=tuple(map(PassSpec, DEFAULT)),
         metadata=_about(
-            pass_names, "the passes to run, separated by commas, or `none`", in_code=True
+            parse_passes,
+            "the passes to run, in order, with options of their own in braces, or `none`",
+            in_code=True,
         ),
     )
     decide: Decide = field(
@@ -109,6 +107,15 @@ class Options:
             in_code=True,
         ),
     )
+    levels: int | None = field(
+        default=None,
+        metadata=_about(
+            values.levels,
+            "the most levels of a cascade, the branches' own keys counted; what else is shared is "
+            "read by every branch for itself",
+            in_code=True,
+        ),
+    )
     recompute_ratio: Fraction = field(
         default=Fraction("0.15"),
         metadata=_about(
@@ -144,11 +151,20 @@ class Options:
     )
     strict: bool = field(
         default=False,
-        metadata=_about(boolean, "`1`: an error where nothing was rewritten or a pass failed"),
+        metadata=_about(
+            boolean,
+            "`1`: an error where nothing was rewritten, a pass failed, or `verify=numeric` finds a "
+            "wrong result",
+        ),
     )
-    verify: bool = field(
+    verify: Verify = field(
         default=False,
-        metadata=_about(boolean, "`1`: check the graph's invariants after every pass"),
+        metadata=_about(
+            values.verify,
+            "`1`: check the graph's invariants after every pass; `numeric`: also compare every "
+            "rewritten attention with the original, in the first call, by its error against "
+            "float64",
+        ),
     )
     dump: Path | None = field(
         default=None,
@@ -181,9 +197,11 @@ class Options:
         given = dict(options or {})
         mode = one_mode(given.pop("mode", None), mode)
         ours = {f.name: f for f in dataclasses.fields(cls)}
-        chosen = _from_environment(ours)
+        chosen, in_code = _from_environment(ours), dict[str, Any]()
         for name in [name for name in given if name in ours]:
-            chosen[name] = _parse(ours[name], f"option {name!r}", given.pop(name))
+            in_code[name] = _parse(ours[name], f"option {name!r}", given.pop(name))
+        check_agreement(in_code, "option {}")
+        chosen |= in_code
         patches = mode_patches(mode) | inductor_patches(given, ours)
         if chosen.get("batch_invariant"):
             patches |= inductor_namesake("batch_invariant")
@@ -194,12 +212,23 @@ class Options:
 
         Example:
             >>> Options(decide="never").fingerprint()  # doctest: +ELLIPSIS
-            "passes=('cascade', 'blend');decide='never';guards='auto';batch_invariant=False;..."
+            "passes=cascade,blend;decide='never';guards='auto';batch_invariant=False;levels=None;..."
 
         Of a callable only the name is in it; what it does is in `Pipeline.uuid`.
         """
         fields = [f for f in dataclasses.fields(self) if f.metadata["in_code"]]
         return ";".join(f"{f.name}={_told(getattr(self, f.name))}" for f in fields)
+
+    def of_pass(self, name: str) -> Options:
+        """These options as one pass sees them: what was said in its braces goes first.
+
+        Example:
+            >>> chosen = Options.resolve({"passes": "cascade{decide=always},blend"})[0]
+            >>> chosen.of_pass("cascade").decide, chosen.of_pass("blend").decide
+            ('always', 'auto')
+        """
+        said = {s.name: s for s in self.passes}.get(name)
+        return self if said is None else dataclasses.replace(self, **same_meaning(said))
 
     def stages(self) -> tuple[tuple[int, Fraction], ...]:
         """(layer, ratio) where tokens are chosen, in order; ((-1, 0),) for full reuse.
@@ -243,7 +272,8 @@ def settings() -> tuple[Setting, ...]:
 
 
 def _told(value: object) -> str:
-    return values.written(value) if callable(value) else repr(value)
+    specs = isinstance(value, tuple) and all(isinstance(item, PassSpec) for item in value)
+    return values.written(value) if specs or callable(value) else repr(value)
 
 
 def _variable(name: str) -> str:
@@ -253,6 +283,8 @@ def _variable(name: str) -> str:
 def _parse(option: dataclasses.Field[Any], origin: str, value: object) -> object:
     try:
         return option.metadata["parse"](value)
+    except PassTextError as error:
+        raise ValueError(f"{origin}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{origin}: expected {error}, got {value!r}") from None
 
@@ -267,4 +299,5 @@ def _from_environment(ours: Mapping[str, dataclasses.Field[Any]]) -> dict[str, A
         if variable not in names:
             raise ValueError(f"unknown variable {variable}{suggest(variable, names)}")
         found[names[variable]] = _parse(ours[names[variable]], f"variable {variable}", text)
+    check_agreement(found, "the variable of {}")
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -24,7 +24,7 @@ class PassContext:
 
     Attributes:
         sizes: facts about the symbolic sizes.
-        options: the user's options.
+        options: the user's options, as the pass sees them.
         record: where a pass says what it found and did.
     """
 
@@ -33,12 +33,32 @@ class PassContext:
     record: Compilation
 
 
+class PassError(RuntimeError):
+    """A pass of others raised an exception."""
+
+
 @dataclass(frozen=True)
 class Pass(ABC):
-    """One rewrite of a functional ATen graph."""
+    """One rewrite of a functional ATen graph.
+
+    `before` and `after` name the passes between which it must stand
+    (`compiler.pass_registry.register_pass` has more). `keeps_strides` is False where nodes that it
+    leaves alone may read values of other strides than before; results of the graph never may.
+    """
 
     name: ClassVar[str]
+    before: ClassVar[tuple[str, ...]] = ()
+    after: ClassVar[tuple[str, ...]] = ()
+    keeps_strides: ClassVar[bool] = True
 
     @abstractmethod
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
         """Edit `graph` in place and record what was done."""
+
+    def uuid(self) -> Any:
+        """What Inductor's cache key has to know of the code of this pass, beside its options.
+
+        For passes of others, such as `get_hash_for_files((__file__,))` of
+        `torch._inductor.custom_graph_pass`. None: what it compiles is not cached.
+        """
+        return None

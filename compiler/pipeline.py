@@ -16,21 +16,24 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_cascade.compiler import calibration
 from torch_cascade.compiler.graph import Sizes, show
-from torch_cascade.compiler.option_values import KNOWN_PASSES
 from torch_cascade.compiler.options import Options
-from torch_cascade.compiler.pass_base import Pass, PassContext
+from torch_cascade.compiler.pass_base import Pass, PassContext, PassError
+from torch_cascade.compiler.pass_list import known_of
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.passes.blend import BlendPass
 from torch_cascade.passes.bodies import body_records, is_body
 from torch_cascade.passes.cascade import CascadePass
 from torch_cascade.passes.cleanup import CleanupPass
 from torch_cascade.passes.lower import LowerPass
+from torch_cascade.passes.uses import Uses
 from torch_cascade.passes.verify import check_graph
 
 logger = logging.getLogger(__name__)
 
 # Kernels may keep tables of launch configurations beside their code.
 _SOURCES = (".py", ".json")
+
+_OURS: dict[str, Callable[[], Pass]] = {"cascade": CascadePass, "blend": BlendPass}
 
 UserPass = Callable[[fx.Graph], None]
 Watch = Callable[[str, fx.Graph], None]
@@ -39,9 +42,13 @@ Watch = Callable[[str, fx.Graph], None]
 
 def passes_of(options: Options, graph: fx.Graph) -> tuple[Pass, ...]:
     """The passes to run on a graph, in order."""
-    known: dict[str, Pass] = {"cascade": CascadePass(), "blend": BlendPass()}
-    chosen = (known[name] for name in KNOWN_PASSES if name in options.passes)
-    return (*chosen, LowerPass(), CleanupPass(since=frozenset(graph.nodes)))
+    early: list[Pass] = []
+    late: list[Pass] = []
+    for spec in options.passes:
+        known = known_of(spec)
+        made = _OURS[spec.name]() if known.type is None else known.make(dict(spec.options))
+        (late if known.runs_after_lower else early).append(made)
+    return (*early, LowerPass(), *late, CleanupPass(since=frozenset(graph.nodes)))
 
 
 class Pipeline(CustomGraphPass):
@@ -78,20 +85,21 @@ class Pipeline(CustomGraphPass):
         self.record.restart()
         self.record.before = self.record.after = show(graph, renamed=False)
         self._see("before", graph)
-        sizes = Sizes.of(graph, may_guard=self.options.guards == "auto")
-        context = PassContext(sizes, self.options, self.record)
         for each in passes_of(self.options, graph):
-            self._run(each, graph, context)
+            self._run(each, graph)
         graph.lint()
 
     def uuid(self) -> Any:
         """Hash of this package's sources, the options, the figures of the cost model, and others.
 
-        It is chained with those of the user's passes, and of callables among the options. None (the
-        compilation is not cached) where one of these has none.
+        It is chained with those of the user's passes, of passes of others that the options name,
+        and of callables among the options. None (the compilation is not cached) where one of these
+        has none.
         """
         given = (self.options.decide, self.options.selector)
-        others = (*self.users, *(value for value in given if callable(value)))
+        named = [(known_of(spec), spec) for spec in self.options.passes]
+        made = [known.make(dict(spec.options)) for known, spec in named if known.type is not None]
+        others = (*self.users, *made, *(value for value in given if callable(value)))
         theirs = [getattr(other, "uuid", lambda: None)() for other in others]
         if None in theirs:
             return None
@@ -99,20 +107,35 @@ class Pipeline(CustomGraphPass):
         ours = (source_hash(), self.options.fingerprint(), figures)
         return hashlib.sha256(repr((*ours, theirs)).encode()).hexdigest()
 
-    def _run(self, each: Pass, graph: fx.Graph, context: PassContext) -> None:
+    def _run(self, each: Pass, graph: fx.Graph) -> None:
+        options = self.options.of_pass(each.name)
+        sizes = Sizes.of(graph, may_guard=options.guards == "auto")
+        before = Uses.of(graph) if self.options.verify else None
         begin = time.perf_counter()
-        each.apply(graph, context)
+        _apply(each, graph, PassContext(sizes, options, self.record))
         self.record.seconds[each.name] = time.perf_counter() - begin
         logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
-        if each.name in KNOWN_PASSES:
+        if LowerPass.name not in self.record.seconds:
             self.record.after = show(graph, renamed=False)
-        if self.options.verify:
+        if before is not None:
             check_graph(graph, after=each.name)
+            before.check(graph, after=each.name, strides=each.keeps_strides)
         self._see(each.name, graph)
 
     def _see(self, stage: str, graph: fx.Graph) -> None:
         if self.watch is not None:
             self.watch(stage, graph)
+
+
+def _apply(each: Pass, graph: fx.Graph, context: PassContext) -> None:
+    """Run a pass; what a pass of others raises names it, as its graph may be half edited."""
+    try:
+        each.apply(graph, context)
+    except Exception as error:
+        if type(each).__module__.startswith(f"{__package__.partition('.')[0]}."):
+            raise
+        who = f"{type(each).__module__}.{type(each).__qualname__}"
+        raise PassError(f"pass {each.name} ({who}): {type(error).__name__}: {error}") from error
 
 
 def _has_tensors(graph: fx.Graph) -> bool:

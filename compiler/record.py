@@ -37,6 +37,38 @@ class SegmentRecord:
 
 
 @dataclass(frozen=True)
+class NumericRecord:
+    """What `verify=numeric` found of a rewritten site.
+
+    Attributes:
+        error: largest difference to the original attention in float64; infinite where one is not
+            finite and the other is.
+        eager_error: that of the original attention itself.
+        bound: the error it may have (`compiler.numeric` has the formula).
+        unchecked: why there are no numbers ("" where there are).
+    """
+
+    error: float = 0.0
+    eager_error: float = 0.0
+    bound: float = 0.0
+    unchecked: str = ""
+
+    @property
+    def wrong(self) -> bool:
+        """True iff the error is above the bound, or no number."""
+        return not self.unchecked and not self.error <= self.bound
+
+    def __str__(self) -> str:
+        if self.unchecked:
+            return f"not compared with the original: {self.unchecked}"
+        verdict = "WRONG, error" if self.wrong else "right, error"
+        return (
+            f"{verdict} {self.error:.2g} against float64, may be {self.bound:.2g}; the original's "
+            f"own error {self.eager_error:.2g}"
+        )
+
+
+@dataclass(frozen=True)
 class SiteRecord:
     """One attention: where it stands, what was found, what was decided.
 
@@ -49,6 +81,7 @@ class SiteRecord:
         segments: in key order (empty if the analysis did not get there).
         decision: the cost model's answer (None if a decline came first).
         declined: why it was not rewritten; None if it was.
+        numeric: how right it is; None without `verify=numeric`, and before the first call.
     """
 
     node: str
@@ -59,6 +92,7 @@ class SiteRecord:
     segments: tuple[SegmentRecord, ...] = ()
     decision: Decision | None = None
     declined: Declined | None = None
+    numeric: NumericRecord | None = None
 
     @property
     def refused_at_capture(self) -> bool:

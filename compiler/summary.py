@@ -24,6 +24,8 @@ The JSON of a report, version 1; "?" marks what may be null:
                        device, seconds, formulas (by plain and cascade), numbers, break_even
             rewritten  true or false
             declined?  reason (stable identifier), meaning, detail, hint; null if rewritten
+            numeric?   of verify=numeric: error?, eager_error, bound, wrong, unchecked ("" where
+                       compared); an error that is not finite is null
         blend?       cached keys and values; null for a graph without `reuse_kv`:
             node, where, tokens, fresh, selector   as in `compiler.record.BlendRecord`
             layers     list: "computed", "checked" or "reused" for each marked layer
@@ -41,6 +43,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -50,7 +53,7 @@ import torch
 
 from torch_cascade.compiler.decide import Decision, Facts
 from torch_cascade.compiler.options import written
-from torch_cascade.compiler.record import BlendRecord, Compilation, SiteRecord
+from torch_cascade.compiler.record import BlendRecord, Compilation, NumericRecord, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
 
 JSON_VERSION = 1
@@ -180,7 +183,13 @@ def _site(site: SiteRecord) -> dict[str, Any]:
         "decision": None if site.decision is None else _decision(site.decision),
         "rewritten": site.rewritten,
         "declined": None if site.declined is None else _declined(site.declined),
+        "numeric": None if site.numeric is None else _numeric(site.numeric),
     }
+
+
+def _numeric(numeric: NumericRecord) -> dict[str, Any]:
+    error = numeric.error if math.isfinite(numeric.error) else None
+    return dataclasses.asdict(numeric) | {"error": error, "wrong": numeric.wrong}
 
 
 def _blend(blend: BlendRecord) -> dict[str, Any]:

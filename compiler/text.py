@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from torch_cascade.compiler.blend_text import blend_block
@@ -118,6 +119,8 @@ def _block(site: SiteRecord, count: int) -> str:
     details += [_segment(segment) for segment in site.segments]
     if site.decision is not None:
         details += decision_lines(site.decision)
+    if site.numeric is not None:
+        details.append(f"numeric: {site.numeric}")
     if site.declined is not None and site.decision is None:
         details += refusal_lines(site.declined)
     mark = "+" if site.rewritten else "-"
@@ -130,15 +133,23 @@ def _segment(segment: SegmentRecord) -> str:
 
 
 def _folded(sites: Sequence[SiteRecord]) -> list[tuple[SiteRecord, int]]:
-    """The first of each kind of site, with their number: identical layers are one block."""
+    """One of each kind of site, with their number: identical layers are one block.
+
+    It is the first, or where results were compared the one that is most wrong.
+    """
     counts = Counter(_kind(site) for site in sites)
-    firsts = {_kind(site): site for site in reversed(sites)}
-    return [(firsts[kind], count) for kind, count in counts.items()]
+    shown = {_kind(site): site for site in reversed(sorted(sites, key=_wrongness, reverse=True))}
+    return [(shown[kind], count) for kind, count in counts.items()]
+
+
+def _wrongness(site: SiteRecord) -> float:
+    numeric = site.numeric
+    return 0.0 if numeric is None else numeric.error / (numeric.bound or 1.0)
 
 
 def _kind(site: SiteRecord) -> str:
     """What a block says, but for the numbers in the names of nodes and symbols."""
-    return alike(_block(site, 1))
+    return alike(_block(replace(site, numeric=None), 1))
 
 
 def alike(text: str) -> str:

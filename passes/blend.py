@@ -52,6 +52,7 @@ class BlendPass(Pass):
     """
 
     name: ClassVar[str] = "blend"
+    keeps_strides: ClassVar[bool] = False  # the last tokens are sliced from fewer rows
 
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
         """Plan all layers together, decide, then rewrite them or none."""

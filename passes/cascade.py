@@ -17,9 +17,10 @@ from torch_cascade.passes.attention import find_attention
 from torch_cascade.passes.describe import describe_scores, describe_segment, describe_shapes
 from torch_cascade.passes.emit import emit_cascade
 from torch_cascade.passes.failures import Failures
+from torch_cascade.passes.levels import at_most
 from torch_cascade.passes.mask import MaskReader
 from torch_cascade.passes.plan import CascadePlan, limit_rows, plan, resolve
-from torch_cascade.passes.prefix import Segment
+from torch_cascade.passes.prefix import Segment, batch_size
 from torch_cascade.passes.site import AttentionSite
 
 
@@ -89,6 +90,7 @@ def _judged(
     resolved = resolve(site, context.sizes)
     if isinstance(resolved, Declined):
         return _site_record(site, (), reader, None, resolved), None
+    resolved = at_most(context.options.levels, resolved, batch_size(site), context.sizes)
     planned = plan(site, resolved, reader, context.sizes)
     if isinstance(planned, Declined):
         return _site_record(site, resolved, reader, None, planned), None

@@ -11,6 +11,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from torch.utils._pytree import tree_flatten
 
 from torch_cascade.compiler.pass_base import Pass, PassContext
+from torch_cascade.passes.site import move_tags
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class CleanupPass(Pass):
             key = _key(node)
             first = seen.setdefault(key, node)
             if first is not node:
+                move_tags(node, first)
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 

@@ -16,8 +16,8 @@ def describe_segment(segment: Segment, mask: SegmentMask) -> SegmentRecord:
     base = segment.k.base
     return SegmentRecord(
         keys=f"[{segment.start}, {segment.start + segment.length})",
-        base=f"{base.name} {list(shape(base))}{_looked_up(segment)}",
-        rows=describe_rows(segment),
+        base=f"{base.name} {list(shape(base))}{_looked_up(segment)}{_spread(segment)}",
+        rows=describe_rows(segment.source or segment),
         branches=str(segment.branches),
         mask=describe_mask(mask),
     )
@@ -26,6 +26,11 @@ def describe_segment(segment: Segment, mask: SegmentMask) -> SegmentRecord:
 def _looked_up(segment: Segment) -> str:
     pages = segment.k.pages
     return "" if pages is None else f" by pages {pages.table.name} {list(shape(pages.table))}"
+
+
+def _spread(segment: Segment) -> str:
+    source = segment.source
+    return "" if source is None else f" spread over {source.branches} branches (levels)"
 
 
 def describe_shapes(site: AttentionSite) -> str:

@@ -17,7 +17,7 @@ from torch_cascade.passes.emit_merge import Partial, merged, nan_where_empty
 from torch_cascade.passes.layout import laid_out
 from torch_cascade.passes.plan import CascadePlan, Part
 from torch_cascade.passes.prefix import Segment, axis_size
-from torch_cascade.passes.site import AttentionSite, MaskTerm
+from torch_cascade.passes.site import AttentionSite, MaskTerm, tag
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -43,6 +43,7 @@ def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
         out = emit.call(prims.convert_element_type.default, out, dtype)
     out = laid_out(emit, out, _output_dims(site), plan.order)
     out.meta["val"] = site.node.meta["val"]
+    tag(out, site)
     site.node.replace_all_uses_with(out)
     site.node.graph.erase_node(site.node)
     return out

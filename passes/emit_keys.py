@@ -44,8 +44,8 @@ def emit_keys(emit: Emitter, part: Part) -> Keys:
     """K and V of a part; neighbours that are read as one are joined."""
     first = part.segments[0]
     if len(part.segments) > 1 or not first.is_stored:
-        k = _joined(emit, [s.k for s in part.segments])
-        return Keys(k, _joined(emit, [s.v for s in part.segments]), part.length)
+        k = _joined(emit, [(s, s.k) for s in part.segments])
+        return Keys(k, _joined(emit, [(s, s.v) for s in part.segments]), part.length)
     options: dict[str, Any] = {}
     length = part.length
     if paged(first, emit):
@@ -97,10 +97,36 @@ def key_lengths(emit: Emitter, part: Part, keys: Keys) -> fx.Node | None:
     return whole if limit is None else emit.call(aten.minimum.default, limit, whole)
 
 
-def _joined(emit: Emitter, pieces: Sequence[Piece]) -> fx.Node:
+def _joined(emit: Emitter, pieces: Sequence[tuple[Segment, Piece]]) -> fx.Node:
     """K or V as [rows, heads, keys, d]; pieces that follow one another are joined."""
-    nodes = [_converted(emit, _dense(emit, piece), piece) for piece in pieces]
+    nodes = [_spread(emit, s, _converted(emit, _dense(emit, p), p)) for s, p in pieces]
     return nodes[0] if len(nodes) == 1 else emit.call(aten.cat.default, nodes, 2)
+
+
+def _spread(emit: Emitter, segment: Segment, node: fx.Node) -> fx.Node:
+    """K or V of a level that was given up, a row for every branch: [N, heads, keys, d].
+
+    Looked up by row: a view would have to prove that the branches tile the batch, again at each op.
+    """
+    if segment.source is None:
+        return node
+    device = tensor(node).device
+    own = emit.call(
+        prims.iota.default,
+        segment.rows,
+        start=0,
+        step=1,
+        dtype=torch.int64,
+        device=device,
+        requires_grad=False,
+    )
+    row, below = emit.call(aten.mul.Tensor, own, 0), ONE
+    for digit in reversed(segment.source.kept):
+        place = emit.call(aten.div.Tensor_mode, own, digit.stride, rounding_mode="floor")
+        place = emit.call(aten.remainder.Scalar, place, digit.size)
+        row = emit.call(aten.add.Tensor, row, emit.call(aten.mul.Tensor, place, below))
+        below = below * digit.size
+    return emit.call(aten.index.Tensor, node, [row])
 
 
 def _dense(emit: Emitter, piece: Piece) -> fx.Node:

@@ -35,6 +35,7 @@ from torch_cascade.passes.fuse import (
     shared_arguments,
 )
 from torch_cascade.passes.inline import Call, Inliner
+from torch_cascade.passes.site import move_tags
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,8 @@ def _take_over(nodes: Sequence[fx.Node], out: fx.Node, dims: tuple[int, ...]) ->
         out = Emitter(nodes[0]).call(aten.permute.default, out, list(dims))
     # Sizes of 1 may have any stride: what follows was traced with those of the old node.
     out.meta["val"] = value(last)
+    for node in nodes:  # `out` holds what `last` did, whatever a site's own result was
+        move_tags(node, out, None if node is last else last.name)
     last.replace_all_uses_with(out)
     for node in reversed(nodes[1:]):
         node.graph.erase_node(node)
@@ -193,8 +196,10 @@ def _take_over(nodes: Sequence[fx.Node], out: fx.Node, dims: tuple[int, ...]) ->
 def _replace(node: fx.Node, outputs: Sequence[Any]) -> None:
     """Redirect the users of an op to the inlined outputs."""
     if isinstance(value(node), torch.Tensor):
+        move_tags(node, outputs[0])
         node.replace_all_uses_with(outputs[0])
     for user in list(node.users):
         assert user.target is operator.getitem, f"{user.format_node()} uses several outputs"
+        move_tags(user, outputs[user.args[1]])  # type: ignore[index]
         user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
         node.graph.erase_node(user)

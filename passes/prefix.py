@@ -28,6 +28,8 @@ class Segment:
         start, length: the run on the site's key axis.
         kept: digits of the batch row n that choose the KV row, major first.
         dropped: the other digits of n: the branches that share a KV row, major first.
+        source: the segment as it was before the option `levels` spread it over all branches; None
+            for one that is read as it is.
     """
 
     k: Piece
@@ -36,6 +38,7 @@ class Segment:
     length: Size
     kept: tuple[Digit, ...]
     dropped: tuple[Digit, ...]
+    source: Segment | None = None
 
     @property
     def branches(self) -> Size:
@@ -45,7 +48,8 @@ class Segment:
     @property
     def is_stored(self) -> bool:
         """True iff K or V is in pages or in fp8: read as it is, never joined with a neighbour."""
-        return any(piece.pages is not None or piece.is_fp8 for piece in (self.k, self.v))
+        pieces = (self.k, self.v) if self.source is None else ()
+        return any(piece.pages is not None or piece.is_fp8 for piece in pieces)
 
     @property
     def rows(self) -> Size:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import fx
@@ -71,3 +71,57 @@ class AttentionSite:
     fully_masked: Literal["zero", "nan", "uniform"] = "zero"
     form: Literal["sdpa", "eager"] = "sdpa"
     axes: tuple[AxisName, ...] | None = None
+
+
+_TAGS = "cascade_sites"
+
+
+@dataclass(frozen=True)
+class SiteTag:
+    """Marks the node that holds the result of a rewritten site, for `verify=numeric`.
+
+    Nodes are named as in the graph before the rewrite.
+
+    Attributes:
+        site: the attention.
+        place: the node whose value the marked node has: the site, or what a fused kernel also does.
+        q, k, v: the operands.
+        q_features, k_features: the dims of q and k that are features.
+        scale: of the scores; None for the default, or where it is no number.
+    """
+
+    site: str
+    place: str
+    q: str
+    k: str
+    v: str
+    q_features: int
+    k_features: int
+    scale: float | None
+
+    @classmethod
+    def of(cls, site: AttentionSite) -> SiteTag:
+        """The tag of a site that is about to be rewritten."""
+        q, k, name = site.q, site.k, site.node.name
+        features = q.axes.index("d"), k.axes.index("d")
+        scale = site.scale if isinstance(site.scale, (int, float)) else None
+        return cls(name, name, q.node.name, k.node.name, site.v.node.name, *features, scale)
+
+
+def tags_of(node: fx.Node) -> tuple[SiteTag, ...]:
+    """The sites whose result a node holds."""
+    found: tuple[SiteTag, ...] = node.meta.get(_TAGS, ())
+    return found
+
+
+def tag(node: fx.Node, site: AttentionSite) -> None:
+    """Mark a node that holds the result of a site, before that is replaced."""
+    node.meta[_TAGS] = (*tags_of(node), SiteTag.of(site))
+
+
+def move_tags(old: fx.Node, new: fx.Node, place: str | None = None) -> None:
+    """Mark a node that stands for another; `place` names what else it computes."""
+    tags = old.meta.pop(_TAGS, ())
+    if tags:
+        placed = (t if place is None else replace(t, place=place) for t in tags)
+        new.meta[_TAGS] = (*tags_of(new), *placed)

@@ -6,16 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_cascade.compiler.options import KNOWN_PASSES, Options, settings, written
+from torch_cascade.compiler.options import Options, settings, written
+from torch_cascade.compiler.pass_text import PassSpec
 
 # name: (option, its value; variable, its value)
 EVERY = {
     "disable": (False, False, "1", True),
-    "passes": ([], (), "cascade", ("cascade",)),
+    "passes": ([], (), "cascade", (PassSpec("cascade"),)),
     "decide": ("always", "always", "never", "never"),
     "calibration": ("none", "none", "auto", "auto"),
     "guards": ("auto", "auto", "never", "never"),
     "batch_invariant": (True, True, "0", False),
+    "levels": (2, 2, "3", 3),
     "recompute_ratio": (0.1, Fraction(1, 10), "3/20", Fraction(3, 20)),
     "check_layers": (
         {1: 0.5, 2: "0.25"},
@@ -26,7 +28,7 @@ EVERY = {
     "selector": (len, len, "KV", "kv"),
     "min_tokens": (0, 0, "12", 12),
     "strict": ("yes", True, "off", False),
-    "verify": (1, True, "false", False),
+    "verify": (1, True, "numeric", "numeric"),
     "dump": ("graphs", Path("graphs"), "elsewhere", Path("elsewhere")),
 }
 
@@ -34,7 +36,7 @@ EVERY = {
 def test_defaults_without_options_or_variables():
     options, patches = Options.resolve(None, None)
     assert options == Options()
-    assert options.passes == KNOWN_PASSES and options.dump is None
+    assert [p.name for p in options.passes] == ["cascade", "blend"] and options.dump is None
     assert patches == {}
 
 
@@ -89,7 +91,7 @@ def test_options_as_a_user_writes_them():
 def test_no_pass_at_all_has_a_word(monkeypatch):
     monkeypatch.setenv("TORCH_CASCADE_PASSES", "none")
     assert Options.resolve()[0].passes == ()
-    assert Options.resolve({"passes": "cascade"})[0].passes == ("cascade",)
+    assert Options.resolve({"passes": "cascade"})[0].passes == (PassSpec("cascade"),)
     assert written(Options(passes=()))["passes"] == "none"
 
 
@@ -119,7 +121,9 @@ BAD = [
     ("decide", "fast", "option 'decide': expected one of auto, always, never, got 'fast'"),
     ("decide", True, "expected one of auto, always, never, got True"),
     ("guards", "always", "option 'guards': expected one of auto, never, got 'always'"),
-    ("passes", "mix", r"expected passes of this version \(cascade, blend\).* got 'mix'"),
+    ("passes", "mix", "option 'passes': unknown pass 'mix'; valid names are cascade, blend"),
+    ("levels", 1, "expected a whole number, 2 or more: .*, got 1"),
+    ("verify", "all", "expected one of 0, 1, .*, or numeric, got 'all'"),
     (
         "recompute_ratio",
         "1.5",

@@ -106,6 +106,30 @@ def test_strict_is_an_error_where_nothing_was_rewritten(monkeypatch):
     assert run(unshared).sites == []
 
 
+@pytest.mark.parametrize(
+    ("options", "prefix", "said"),
+    [
+        ({"decide": "never"}, 90, "none of 1 attention sites was rewritten: decide-never at "),
+        ({"passes": "cascade{decide=never}"}, 90, "decide-never at "),
+        ({}, 3, "none of 1 attention sites was rewritten: not-profitable at "),
+        ({"passes": "blend"}, 90, "no attention was found in the graph"),
+    ],
+)
+def test_strict_is_an_error_whatever_the_reason(options, prefix, said):
+    with pytest.raises(BackendCompilerFailed) as caught:
+        run(attention, inputs(prefix), strict=True, **options)
+    assert isinstance(caught.value.inner_exception, CascadeError)
+    assert said in str(caught.value.inner_exception)
+
+
+def test_strict_is_content_with_one_rewritten_attention():
+    def both(q, prefix, suffix):
+        return attention(q, prefix, suffix) + unshared(q, prefix, suffix)
+
+    record = run(both, strict=True)
+    assert (record.rewritten, len(record.sites)) == (1, 2)
+
+
 def test_what_strict_refused_is_counted_and_recorded(monkeypatch):
     switch(monkeypatch, "STRICT", "1")
     raised_by(unshared)

@@ -112,6 +112,25 @@ def test_strict_raises_it(name, monkeypatch):
         run(strict=True)
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [(finder, "sdpa_site", 2), (capture_rules, "legal_call", 2), (emit, "merged", 1)],
+)
+def test_strict_raises_also_where_other_sites_were_fine(module, name, call, monkeypatch):
+    monkeypatch.setattr(module, name, failing(getattr(module, name), call))
+    with pytest.raises(BackendCompilerFailed, match="RuntimeError: broken on purpose"):
+        run(strict=True)
+
+
+def test_strict_raises_what_breaks_the_matcher(monkeypatch):
+    def by_hand(q, prefix, suffix):
+        return torch.softmax(q @ suffix.mT, -1) @ suffix
+
+    monkeypatch.setattr(eager_attention, "eager_site", failing(eager_attention.eager_site))
+    with pytest.raises(BackendCompilerFailed, match="RuntimeError: broken on purpose"):
+        run(by_hand, strict=True)
+
+
 def test_lowering_that_breaks_is_an_error(monkeypatch):
     """The ops it leaves behind would be run one by one, at best."""
     monkeypatch.setattr(inline, "trace", failing(inline.trace))

@@ -1,0 +1,126 @@
+"""`levels`: with fewer levels than a graph has, the result is the same and the parts are fewer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.backend import eager_cascade, last_compilation
+from support.tolerance import assert_close_to_reference
+
+# Requests, branches, heads, queries, features; keys of system, group, request and branch.
+B, T, H, M, D = 3, 2, 2, 3, 8
+N = B * T
+SYSTEM, REQUEST, OWN = 5, 13, 7
+
+
+def inputs():
+    """q, and K = V of system [1], request [B] and branch [N], with needles in each."""
+    q = torch.randn(N, H, M, D)
+    system, request = torch.randn(1, H, SYSTEM, D), torch.randn(B, H, REQUEST, D)
+    own = torch.randn(N, H, OWN, D)
+    system[:, :, 2], request[:, :, -1], own[:, :, 0] = q[:1, :, 0], q[::T, :, 1], q[:, :, 2]
+    return [q, system, request, own]
+
+
+def attention(q, system, request, own, mask=None, order="interleave"):
+    times = own.shape[0] // request.shape[0]
+    spread = request.repeat_interleave(times, 0)
+    if order == "repeat":
+        spread = request.repeat(times, 1, 1, 1)
+    kv = torch.cat([system.expand(own.shape[0], -1, -1, -1), spread, own], 2)
+    return F.scaled_dot_product_attention(q, kv, kv, mask)
+
+
+def check(fn, args, **options):
+    """Rewritten, and as close to float64 as eager is; the segments of the record."""
+    torch._dynamo.reset()
+    for x in args[1:] if options.pop("dynamic", False) else ():
+        torch._dynamo.mark_dynamic(x, 2)  # lengths; a batch too, and proofs take a minute
+    backend = eager_cascade(decide="always", verify=True, **options)
+    actual, eager = torch.compile(fn, backend=backend)(*args), fn(*args)
+    assert actual.stride() == eager.stride()
+    reference = fn(*(a.double() if a.is_floating_point() else a for a in args))
+    assert_close_to_reference(actual, eager, reference)
+    (site,) = last_compilation().sites
+    assert site.rewritten
+    return site.segments
+
+
+def attends():
+    return last_compilation().after.count("cascade.attend(")
+
+
+@pytest.mark.parametrize("order", ["interleave", "repeat"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_two_levels_of_three(order, dynamic):
+    def fn(*args):
+        return attention(*args, order=order)
+
+    check(fn, inputs(), dynamic=dynamic)
+    assert attends() == 3
+    system, request, own = check(fn, inputs(), dynamic=dynamic, passes="cascade{levels=2}")
+    assert attends() == 3, "the system's keys and the branches' own are no neighbours"
+    shared = [s for s in (system, request, own) if s.branches != "1"]
+    assert len(shared) == 1, "5 keys saved 5 times are less than 13 saved 3 times"
+    assert "spread over" in system.base and "(levels)" in system.base
+
+
+def test_what_is_spread_is_read_with_the_branches_own_keys():
+    """Neighbours become one part: here the request's keys, which save less than the system's."""
+    q, _, request, own = inputs()
+    args = [q, torch.randn(1, H, 40, D), request, own]
+    check(attention, args, levels=3)
+    assert attends() == 3
+    segments = check(attention, args, levels=2)
+    assert attends() == 2
+    assert [s.branches for s in segments] == [str(N), "1", "1"]
+    assert [s.rows for s in segments] == ["0", f"n // {T}", "n"]
+
+
+def test_segments_of_one_level_stay_together():
+    """Two prefixes of the request are one level, however many parts they are."""
+
+    def fn(q, first, second, own):
+        parts = [x.repeat_interleave(T, 0) for x in (first, second)]
+        kv = torch.cat([*parts, own], 2)
+        return F.scaled_dot_product_attention(q, kv, kv)
+
+    q, _, request, own = inputs()
+    segments = check(fn, [q, request, request[:, :, :4] * 2, own], levels=2)
+    assert [s.branches for s in segments] == [str(T), str(T), "1"]
+
+
+def test_masks_are_cut_for_parts_that_were_joined():
+    mask = torch.rand(N, 1, M, SYSTEM + REQUEST + OWN) > 0.4
+    mask[..., 0] = True
+
+    def fn(q, system, request, own):
+        return attention(q, system, request, own, mask)
+
+    check(fn, inputs(), levels=2)
+    causal = torch.arange(SYSTEM + REQUEST + OWN) <= torch.arange(M)[:, None] + REQUEST + OWN
+
+    def other(q, system, request, own):
+        return attention(q, system, request, own, causal)
+
+    check(other, inputs(), levels=2)
+
+
+def test_pages_of_a_level_that_is_given_up_are_gathered():
+    size, pages = 4, 3
+    pool = torch.randn(20, H, size, D)
+    table = torch.randperm(20)[: B * pages].view(B, pages)
+
+    def fn(q, pool, system, own):
+        spread = table.repeat_interleave(T, 0)
+        prefix = pool[spread].permute(0, 2, 1, 3, 4).reshape(N, H, pages * size, D)
+        kv = torch.cat([system.expand(N, -1, -1, -1), prefix, own], 2)
+        return F.scaled_dot_product_attention(q, kv, kv)
+
+    q, _, _, own = inputs()
+    system = torch.randn(1, H, 50, D)
+    check(fn, [q, pool, system, own])
+    assert "page_table=" in last_compilation().after
+    check(fn, [q, pool, system, own], levels=2)
+    assert "page_table=" not in last_compilation().after and attends() == 2
