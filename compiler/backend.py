@@ -108,19 +108,21 @@ def compile_graph(
     config: dict[str, Any] = dict(patches)
     begin = time.perf_counter()
     record, dump, pipeline = Compilation(options=options), None, None
+    album = None
     if not options.disable:
         dump = _dump(options)
         record.training = builds_training_graph(gm, example_inputs)
         record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
     if not (options.disable or record.training):
-        draws = (journal or _journal()).draws
-        pipeline = _pipeline(options, record, patches, _watch(record, dump, draws))
+        album = _album() if dump is not None or (journal or _journal()).draws else None
+        pipeline = _pipeline(options, record, patches, _watch(album, dump, record))
         config["joint_custom_pre_pass"] = pipeline
         if options.strict or dump is not None:
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
     compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
     record.cached = pipeline is not None and not pipeline.ran
+    record.pictures = None if album is None else album.pictures(record)
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
     if dump is not None:
@@ -154,29 +156,25 @@ def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], watch: 
     return Pipeline(options, record, _user_passes(patches), watch)
 
 
-def _watch(record: Any, dump: Any, draws: bool) -> Any:
-    """What looks at the graph between the passes: for the option `dump`, for a picture, or None."""
-    if not draws:
-        return None if dump is None else dump.see
+def _album() -> Any:
+    from torch_cascade.compiler.picture import Album
+
+    return Album()
+
+
+def _watch(album: Any, dump: Any, record: Any) -> Any:
+    """What looks at the graph between the passes: for pictures, for the option `dump`, or None."""
+    if album is None:
+        return None
 
     def watch(stage: str, graph: fx.Graph) -> None:
-        if stage == "cascade":
-            record.picture = _drawn(graph)
+        album.see(stage, graph)
         if dump is not None:
             dump.see(stage, graph)
+        if dump is not None and stage == "lower":  # even if what comes next should fail
+            dump.draw(album.pictures(record))
 
     return watch
-
-
-def _drawn(graph: fx.Graph) -> str:
-    """A picture for the report; a report without one is better than no report."""
-    from torch_cascade.compiler.picture import picture
-
-    try:
-        return picture(graph) or ""
-    except Exception as error:
-        logger.warning("a graph could not be drawn; the report has no picture", exc_info=error)
-        return ""
 
 
 def _dump(options: Options) -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch_cascade.compiler.markup import Markup, folded, joined, scrolling, table, tag
+from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
 from torch_cascade.compiler.options import PREFIX
 from torch_cascade.compiler.page_diff import diff_section
+from torch_cascade.compiler.page_graph import pictures_section
 from torch_cascade.compiler.page_sites import blend_section, sites_section
 from torch_cascade.compiler.page_style import STYLE
+from torch_cascade.compiler.picture import Pictures
 
 _HEAD = Markup(
     '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -25,22 +27,25 @@ _HEAD = Markup(
 )
 
 
-def section(graph: dict[str, Any], name: str, drawn: str = "") -> Markup:
+def section(graph: dict[str, Any], name: str, pictures: Pictures | None = None) -> Markup:
     """The part of one graph.
 
     Args:
         graph: its object in the JSON of a report; without "before" there is no text of it.
         name: what links call it; unique in a page.
-        drawn: `compiler.picture.picture` of it, or "".
+        pictures: of it; None for none.
     """
     parts = [tag("h2", f"Graph {graph['id'] or name}"), tag("p", _verdict(graph))]
     if graph["blend"] is not None:
         parts.append(blend_section(graph["blend"]))
     parts.append(sites_section(graph["sites"]))
-    if drawn:
-        parts += [tag("h3", "Picture"), _picture(drawn)]
+    if pictures is not None:
+        parts += [tag("h3", "The graph before and after"), pictures_section(pictures, name)]
     if graph.get("before"):
-        parts += [tag("h3", "Before and after"), diff_section(graph["before"], graph["after"])]
+        parts += [
+            tag("h3", "What changed in its text"),
+            diff_section(graph["before"], graph["after"]),
+        ]
         parts += [_text("before", graph["before"]), _text("after", graph["after"])]
     parts += [_seconds(graph["seconds"]), _options(graph["options"])]
     return joined(tag("section", *parts, id=f"graph-{name}"), Markup("\n"))
@@ -95,11 +100,6 @@ def _verdict(graph: dict[str, Any]) -> str:
     if not graph["sites"]:
         return "No attention was found."
     return f"{done} of {len(graph['sites'])} attention sites rewritten."
-
-
-def _picture(drawn: str) -> Markup:
-    inside = tag("div", Markup(drawn), class_="picture")
-    return scrolling(inside, "picture of the attentions; alike ones are drawn once")
 
 
 def _text(which: str, text: str) -> Markup:

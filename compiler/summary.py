@@ -124,7 +124,7 @@ class Report:
 
         graphs = [graph_object(record) for record in self.compilations]
         parts = [
-            (str(n), section(graph, str(n), record.picture))
+            (str(n), section(graph, str(n), record.pictures))
             for n, (graph, record) in enumerate(zip(graphs, self.compilations, strict=True))
         ]
         return page(report_object(graphs), parts)
