@@ -32,8 +32,8 @@ ul.legend{display:flex;flex-wrap:wrap;gap:.2rem 1rem;padding:0;list-style:none;f
 .swatch{display:inline-block;width:.9rem;height:.9rem;margin-right:.4rem;vertical-align:-.1rem;
 border:1px solid #777}
 .graph a{cursor:pointer}.graph a:hover rect,.graph a:focus rect{stroke-width:3}
-.panel{display:none;position:fixed;inset:auto 0 0 0;max-height:45vh;overflow:auto;padding:.6rem 1rem;
-background:var(--box);border-top:3px solid var(--link);z-index:1}
+.panel{display:none;position:fixed;inset:auto 0 0 0;max-height:45vh;overflow:auto;
+padding:.6rem 1rem;background:var(--box);border-top:3px solid var(--link);z-index:1}
 .panel:target{display:block}.panel .close{float:right;padding:.3rem .6rem}
 .panel td{overflow-wrap:anywhere;min-width:6rem}
 .diff{width:100%;table-layout:fixed}

@@ -130,8 +130,8 @@ class Compilation:
         blend: what became of cached keys and values; None for a graph without `reuse_kv`.
         before, after: the functional graph around our rewrites, as `compiler.graph.show` prints
             it, with the names torch's own logs have ("" if the passes did not run).
-        pictures: of the graph before and after, `compiler.picture.Pictures` (None if none were asked
-            for, or there is no attention).
+        pictures: of the graph before and after, `compiler.picture.Pictures` (None if none were
+            asked for, or there is no attention).
         seconds: time of each pass.
         total_seconds: time of the whole compilation, passes included (0 until it ended).
         cached: the passes did not run: Inductor found the whole artefact in its cache.

@@ -184,10 +184,11 @@ def test_the_picture_of_one_attention(tmp_path):
     ]
     assert len(list(root.iter(f"{SVG}path"))) == 4 + 2
     colours = {lines[0]: fill for fill, lines, _ in boxes}
-    assert len(set(colours.values())) == 4  # the prefix, attend, merge, everything else
+    assert len(set(colours.values())) == 4  # the prefix, the suffix, merge, everything else
     base = last_compilation().sites[0].segments[0].base.split()[0]
-    inputs_of_attend = {name for name in colours if name.startswith("arg")} - {base}
-    assert {colours[name] for name in inputs_of_attend} == {colours["arg2_1"]} != {colours[base]}
+    suffix = last_compilation().sites[0].segments[1].base.split()[0]
+    assert colours[base] == colours["cascade.attend for 4 branches"] == "k-shared"
+    assert colours[suffix] == colours["cascade.attend"] == "k-own"
     assert all(title.startswith("%") for _, _, title in boxes)
 
 

@@ -78,7 +78,9 @@ def test_declines_are_grouped_by_reason_and_say_what_to_do():
 def test_layers_alike_are_one_block_with_their_number():
     reader = checked(explained(stack(7), decide="always").html())
     assert "Rewritten (7)" in reader.text and "+ 7 x " in reader.text
-    assert reader.text.count("shared_prefix.py") == 1
+    folds = reader.text[: reader.text.index("The graph before and after")]
+    assert folds.count("shared_prefix.py") == 1
+    assert "layers 1 to 6 are alike: 6 times" in reader.text
 
 
 BLEND = BlendRecord(
