@@ -37,8 +37,8 @@ def section(graph: dict[str, Any], name: str, pictures: Pictures | None = None) 
     """
     parts = [tag("h2", f"Graph {graph['id'] or name}"), tag("p", _verdict(graph))]
     if graph["blend"] is not None:
-        parts.append(blend_section(graph["blend"]))
-    parts.append(sites_section(graph["sites"]))
+        parts.append(blend_section(graph["blend"], graph.get("maps", [])))
+    parts.append(sites_section(graph["sites"], graph.get("maps", [])))
     if pictures is not None:
         parts += [tag("h3", "The graph before and after"), pictures_section(pictures, name)]
     if graph.get("before"):

@@ -14,6 +14,7 @@ from typing import Any
 from torch_cascade.compiler.blend_text import runs
 from torch_cascade.compiler.lines import binary
 from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
+from torch_cascade.compiler.page_map import map_section
 from torch_cascade.compiler.price import time_text
 from torch_cascade.compiler.report import EXPLANATIONS, Reason
 from torch_cascade.compiler.text import alike
@@ -21,13 +22,13 @@ from torch_cascade.compiler.text import alike
 Content = dict[str, Any]
 
 
-def sites_section(sites: Sequence[Content]) -> Markup:
+def sites_section(sites: Sequence[Content], maps: Sequence[Content] = ()) -> Markup:
     """What was rewritten, then what was not, by reason."""
     done = [site for site in sites if site["rewritten"]]
     left = sorted((site for site in sites if not site["rewritten"]), key=_order)
-    parts = [tag("h3", f"Rewritten ({len(done)})"), _blocks(done)] if done else []
+    parts = [tag("h3", f"Rewritten ({len(done)})"), _blocks(done, maps)] if done else []
     for _, group in groupby(left, key=_order):
-        parts.append(_declined(list(group)))
+        parts.append(_declined(list(group), maps))
     return joined(*parts)
 
 
@@ -35,11 +36,11 @@ def _order(site: Content) -> int:
     return list(EXPLANATIONS).index(Reason(site["declined"]["reason"]))
 
 
-def _declined(sites: Sequence[Content]) -> Markup:
+def _declined(sites: Sequence[Content], maps: Sequence[Content]) -> Markup:
     reason = Reason(sites[0]["declined"]["reason"])
     explanation = EXPLANATIONS[reason]
     head = tag("h3", "Not rewritten: ", tag("code", reason.value), f" ({len(sites)})", class_="bad")
-    return joined(head, *_what_to_do(explanation.meaning, explanation.remedy), _blocks(sites))
+    return joined(head, *_what_to_do(explanation.meaning, explanation.remedy), _blocks(sites, maps))
 
 
 def _what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
@@ -48,19 +49,19 @@ def _what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
         yield tag("p", tag("b", "What you can do: "), remedy)
 
 
-def _blocks(sites: Sequence[Content]) -> Markup:
+def _blocks(sites: Sequence[Content], maps: Sequence[Content]) -> Markup:
     """Each kind of site once, with the number of its likes: a model's layers are one block."""
-    kinds = [alike(_inside(site) + site["where"]) for site in sites]
+    kinds = [alike(_inside(site, maps) + site["where"]) for site in sites]
     counts = Counter(kinds)
-    return joined(*(_block(sites[kinds.index(kind)], n) for kind, n in counts.items()))
+    return joined(*(_block(sites[kinds.index(kind)], n, maps) for kind, n in counts.items()))
 
 
-def _block(site: Content, count: int) -> Markup:
+def _block(site: Content, count: int, maps: Sequence[Content]) -> Markup:
     mark, times = "+" if site["rewritten"] else "-", f"{count} x " if count > 1 else ""
-    return folded(f"{mark} {times}{site['where'] or 'node ' + site['node']}", _inside(site))
+    return folded(f"{mark} {times}{site['where'] or 'node ' + site['node']}", _inside(site, maps))
 
 
-def _inside(site: Content) -> Markup:
+def _inside(site: Content, maps: Sequence[Content]) -> Markup:
     parts = []
     if site["shapes"]:
         parts.append(tag("p", f"{site['form']}: {site['shapes']}", class_="code"))
@@ -70,7 +71,7 @@ def _inside(site: Content) -> Markup:
         names = ["keys", "base", "rows", "branches", "mask"]
         parts.append(table(names, [[s[name] for name in names] for s in site["segments"]]))
     if site["decision"] is not None:
-        parts += decision_parts(site["decision"])
+        parts += decision_parts(site["decision"], maps)
     elif site["declined"] is not None:
         parts += _refusal(site["declined"])
     return joined(*parts)
@@ -84,7 +85,7 @@ def _refusal(declined: Content) -> Iterator[Markup]:
         yield tag("p", tag("b", "Hint: "), declined["hint"])
 
 
-def decision_parts(decision: Content) -> Iterator[Markup]:
+def decision_parts(decision: Content, maps: Sequence[Content]) -> Iterator[Markup]:
     """What was decided, on what grounds, with the formulas and the numbers put in."""
     verb = "applied" if decision["apply"] else "not applied"
     yield tag("p", tag("b", verb), f": {decision['why']}{_bytes(decision)}")
@@ -98,6 +99,8 @@ def decision_parts(decision: Content) -> Iterator[Markup]:
         for name, seconds in costs["seconds"].items()
     ]
     yield tag("p", f"on {costs['device']}; {_turning(costs['break_even'])}")
+    if costs.get("map") is not None:
+        yield map_section(maps[costs["map"]])
     yield table(["way", "time", "as the sum of its kernels"], rows)
     numbers = [[symbol, number] for symbol, number in costs["numbers"].items()]
     yield folded("numbers put in", table(["symbol", "value"], numbers))
@@ -117,7 +120,7 @@ def _turning(break_even: Content) -> str:
     return f"breaks even at {' or '.join(turns)}" if turns else "never breaks even"
 
 
-def blend_section(blend: Content) -> Markup:
+def blend_section(blend: Content, maps: Sequence[Content] = ()) -> Markup:
     """Which layers reuse cached keys and values, where tokens are chosen, or why none is."""
     layers, count = blend["layers"], blend["reused"]
     parts = [
@@ -131,7 +134,7 @@ def blend_section(blend: Content) -> Markup:
     if blend["stages"]:
         parts.append(table(["from layer", "share recomputed", "tokens", "now"], _stages(blend)))
     if blend["decision"] is not None:
-        parts += decision_parts(blend["decision"])
+        parts += decision_parts(blend["decision"], maps)
     if blend["declined"] is not None:
         declined = blend["declined"]
         parts.append(tag("p", tag("b", "Not reused: "), tag("code", declined["reason"])))

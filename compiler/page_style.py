@@ -1,5 +1,6 @@
 """The style sheet of `report.html`: light and dark, and down to 320 px."""
 
+from torch_cascade.compiler.page_map import map_style
 from torch_cascade.compiler.picture import COLOURS, picture_style
 
 _OWN = """
@@ -52,5 +53,5 @@ _LIGHT = "".join(f".s-{part}{{background:{fill}}}" for part, (fill, _) in COLOUR
 _DARK = "".join(f".s-{part}{{background:{fill}}}" for part, (_, fill) in COLOURS.items())
 _SWATCHES = f"{_LIGHT}@media (prefers-color-scheme:dark){{{_DARK}}}"
 
-STYLE = f"{_OWN}{picture_style()}{_SWATCHES}"
+STYLE = f"{_OWN}{picture_style()}{map_style()}{_SWATCHES}"
 """Of pages."""
