@@ -10,6 +10,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_cascade.compiler.chosen import chosen_tokens
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.summary import Report
@@ -30,12 +31,14 @@ __all__ = [
     "PagedBranches",
     "Report",
     "SharedPrefixCache",
+    "chosen_tokens",
     "explain",
     "last_report",
     "reuse_kv",
 ]
 
 _HOMES = {
+    "chosen_tokens": "compiler.chosen",
     "explain": "compiler.explain",
     "last_report": "compiler.explain",
     "BlendCache": "runtime.blend_cache",

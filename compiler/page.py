@@ -14,17 +14,8 @@ from torch_cascade.compiler.options import PREFIX
 from torch_cascade.compiler.page_diff import diff_section
 from torch_cascade.compiler.page_graph import pictures_section
 from torch_cascade.compiler.page_sites import blend_section, sites_section
-from torch_cascade.compiler.page_style import STYLE
+from torch_cascade.compiler.page_style import document
 from torch_cascade.compiler.picture import Pictures
-
-_HEAD = Markup(
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # Even if some text were not escaped, nothing may run and nothing may be loaded.
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-    "style-src 'unsafe-inline'\">"
-    f"<title>torch_cascade report</title><style>{STYLE}</style></head>\n"
-)
 
 
 def section(graph: dict[str, Any], name: str, pictures: Pictures | None = None) -> Markup:
@@ -69,7 +60,7 @@ def page(report: dict[str, Any], sections: Sequence[tuple[str, Markup]]) -> str:
         tag("nav", tag("ul", *links), aria_label="graphs"),
         *(part for _, part in sections),
     )
-    return _HEAD + tag("body", tag("main", *body)) + "</html>\n"
+    return document("torch_cascade report", tag("main", *body))
 
 
 def _headline(report: dict[str, Any]) -> str:

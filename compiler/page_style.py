@@ -1,5 +1,11 @@
-"""The style sheet of `report.html`: light and dark, and down to 320 px."""
+"""What pages have in common: a head that lets nothing run or load, and a style sheet.
 
+Light and dark, and down to 320 px.
+"""
+
+from __future__ import annotations
+
+from torch_cascade.compiler.markup import Markup, tag
 from torch_cascade.compiler.page_map import map_style
 from torch_cascade.compiler.picture import COLOURS, picture_style
 
@@ -55,3 +61,22 @@ _SWATCHES = f"{_LIGHT}@media (prefers-color-scheme:dark){{{_DARK}}}"
 
 STYLE = f"{_OWN}{picture_style()}{map_style()}{_SWATCHES}"
 """Of pages."""
+
+
+def document(title: str, content: Markup, style: str = "") -> str:
+    """A whole file.
+
+    Args:
+        title: of the window.
+        content: of the body.
+        style: further rules.
+    """
+    head = Markup(
+        '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
+        # Even if some text were not escaped, nothing may run and nothing may be loaded.
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'\">"
+    )
+    styles = tag("style", Markup(STYLE + style))
+    inside = tag("head", head, tag("title", title), styles), Markup("\n"), tag("body", content)
+    return "<!DOCTYPE html>\n" + tag("html", *inside, lang="en") + "\n"
