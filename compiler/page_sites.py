@@ -6,6 +6,7 @@ wrote is shown like one of this.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -25,14 +26,15 @@ Content = dict[str, Any]
 def sites_section(sites: Sequence[Content], maps: Sequence[Content] = ()) -> Markup:
     """What was rewritten, then what was not, by reason."""
     done = [site for site in sites if site["rewritten"]]
-    left = sorted((site for site in sites if not site["rewritten"]), key=_order)
+    left = sorted((site for site in sites if not site["rewritten"]), key=order_of_reasons)
     parts = [tag("h3", f"Rewritten ({len(done)})"), _blocks(done, maps)] if done else []
-    for _, group in groupby(left, key=_order):
+    for _, group in groupby(left, key=order_of_reasons):
         parts.append(_declined(list(group), maps))
     return joined(*parts)
 
 
-def _order(site: Content) -> int:
+def order_of_reasons(site: Content) -> int:
+    """Where a site that was not rewritten stands: reasons have the order of their table."""
     return list(EXPLANATIONS).index(Reason(site["declined"]["reason"]))
 
 
@@ -50,10 +52,14 @@ def _what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
 
 
 def _blocks(sites: Sequence[Content], maps: Sequence[Content]) -> Markup:
+    return joined(*(_block(site, count, maps) for site, count in alike_sites(sites)))
+
+
+def alike_sites(sites: Sequence[Content]) -> list[tuple[Content, int]]:
     """Each kind of site once, with the number of its likes: a model's layers are one block."""
-    kinds = [alike(_inside(site, maps) + site["where"]) for site in sites]
+    kinds = [alike(json.dumps(site | {"node": ""})) for site in sites]
     counts = Counter(kinds)
-    return joined(*(_block(sites[kinds.index(kind)], n, maps) for kind, n in counts.items()))
+    return [(sites[kinds.index(kind)], count) for kind, count in counts.items()]
 
 
 def _block(site: Content, count: int, maps: Sequence[Content]) -> Markup:

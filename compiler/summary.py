@@ -133,6 +133,16 @@ class Report:
         ]
         return page(report_object(graphs), parts)
 
+    def show(self, *, diff: bool = False) -> None:
+        """Print the report, in colours where `rich` is installed and the output is a terminal.
+
+        Args:
+            diff: also what the passes changed in the graphs.
+        """
+        from torch_cascade.compiler.terminal import show
+
+        show(self, diff=diff)
+
     def __str__(self) -> str:
         from torch_cascade.compiler.text import render
 
