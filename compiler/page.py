@@ -11,9 +11,10 @@ from typing import Any
 
 from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
 from torch_cascade.compiler.options import PREFIX
+from torch_cascade.compiler.page_blend import blend_section
 from torch_cascade.compiler.page_diff import diff_section
 from torch_cascade.compiler.page_graph import pictures_section
-from torch_cascade.compiler.page_sites import blend_section, sites_section
+from torch_cascade.compiler.page_sites import sites_section
 from torch_cascade.compiler.page_style import document
 from torch_cascade.compiler.picture import Pictures
 

@@ -1,4 +1,4 @@
-"""Sites, decisions, declines and blends of one graph, as parts of `report.html`.
+"""Sites, decisions and declines of one graph, as parts of `report.html`.
 
 All of it is made from the JSON of a report (`compiler.summary`), so that a graph another process
 wrote is shown like one of this.
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from torch_cascade.compiler.blend_text import runs
 from torch_cascade.compiler.lines import binary
 from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
 from torch_cascade.compiler.page_map import map_section
@@ -42,10 +41,11 @@ def _declined(sites: Sequence[Content], maps: Sequence[Content]) -> Markup:
     reason = Reason(sites[0]["declined"]["reason"])
     explanation = EXPLANATIONS[reason]
     head = tag("h3", "Not rewritten: ", tag("code", reason.value), f" ({len(sites)})", class_="bad")
-    return joined(head, *_what_to_do(explanation.meaning, explanation.remedy), _blocks(sites, maps))
+    return joined(head, *what_to_do(explanation.meaning, explanation.remedy), _blocks(sites, maps))
 
 
-def _what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
+def what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
+    """What a reason means, and what the user can do about it."""
     yield tag("p", meaning)
     if remedy:
         yield tag("p", tag("b", "What you can do: "), remedy)
@@ -124,45 +124,3 @@ def _turning(break_even: Content) -> str:
     turns = [f"a prefix of {prefix} keys"] if prefix is not None else []
     turns += [f"{branches} branches"] if branches is not None else []
     return f"breaks even at {' or '.join(turns)}" if turns else "never breaks even"
-
-
-def blend_section(blend: Content, maps: Sequence[Content] = ()) -> Markup:
-    """Which layers reuse cached keys and values, where tokens are chosen, or why none is."""
-    layers, count = blend["layers"], blend["reused"]
-    parts = [
-        tag("h3", "Cached keys and values"),
-        tag("p", tag("code", blend["where"] or f"node {blend['node']}")),
-        tag("p", f"{count} of {len(layers)} layers reuse them{_tokens(blend)}"),
-    ]
-    items = (tag("li", f"{n} {use}", class_=use) for n, use in enumerate(layers))
-    parts.append(tag("p", "; ".join(runs(tuple(layers)))))
-    parts.append(folded("layer by layer", tag("ol", *items, class_="layers")))
-    if blend["stages"]:
-        parts.append(table(["from layer", "share recomputed", "tokens", "now"], _stages(blend)))
-    if blend["decision"] is not None:
-        parts += decision_parts(blend["decision"], maps)
-    if blend["declined"] is not None:
-        declined = blend["declined"]
-        parts.append(tag("p", tag("b", "Not reused: "), tag("code", declined["reason"])))
-        parts += [*_what_to_do(declined["meaning"], declined["hint"])]
-        parts.append(tag("p", declined["detail"]))
-    return joined(*parts)
-
-
-def _tokens(blend: Content) -> str:
-    if not blend["tokens"]:
-        return ""
-    return f"; {blend['tokens']} tokens, {blend['fresh']} of them without a cached copy"
-
-
-def _stages(blend: Content) -> list[list[str]]:
-    chosen = f", chosen by {blend['selector']}"
-    return [
-        [
-            "before all" if stage["layer"] < 0 else str(stage["layer"]),
-            stage["ratio"] + ("" if stage["layer"] < 0 else chosen),
-            stage["rows"],
-            "" if stage["now"] is None else str(stage["now"]),
-        ]
-        for stage in blend["stages"]
-    ]

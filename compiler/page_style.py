@@ -29,9 +29,6 @@ summary{cursor:pointer}
 table{border-collapse:collapse;font-size:.85rem}
 th,td{padding:.2rem .5rem;border:1px solid var(--line);text-align:left;vertical-align:top;
 overflow-wrap:normal}
-ol.layers{display:flex;flex-wrap:wrap;gap:.2rem;padding:0;list-style:none}
-ol.layers li{padding:0 .4rem;border:1px solid var(--line);border-radius:.2rem;font-size:.8rem}
-ol.layers .checked{border-style:dashed;border-width:2px}ol.layers .reused{background:var(--new)}
 h4{margin:.4rem 0;font-size:.95rem}
 .pair{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:.6rem}
 .pair>div{min-width:0}.pair .scroll{max-height:80vh;overflow:auto;border:1px solid var(--line)}

@@ -103,7 +103,11 @@ def test_a_blend_shows_layers_and_stages():
     assert "found, 4 of 5 layers reuse cached keys" in reader.text
     assert "4 of 5 layers reuse them; 411 tokens, 13 of them" in reader.text
     assert "layer 0 computed; layer 1 checked; layers 2 to 4 reused" in reader.text
-    assert [li["class"] for li in reader.all("li") if "class" in li] == list(BLEND.layers)
+    (bars,) = [svg for svg in reader.all("svg") if "bars" in svg["class"]]
+    assert "layers 2 to 4 reused" in bars["aria-label"]
+    heights = [float(rect["height"]) for rect in reader.all("rect")]
+    reused = 80 * 73 / 411
+    assert heights == pytest.approx([80, 80] + [80 - reused, reused] * 3, abs=0.06)
     for said in ("0.15, chosen by v", "ceiling(0.15 * s0) + 13", "73"):
         assert said in reader.text
 
