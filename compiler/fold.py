@@ -83,14 +83,17 @@ def folded(graph: Sketch) -> Folded:
     where = {vertex.name: n for n, run in enumerate(runs) for vertex in run[0][1]}
     groups = _groups(drawn, where)
     owner = {vertex.name: group.name for group in groups for vertex in group.vertices}
+    copy = {vertex.name: n for n, section in enumerate(cut) for vertex in section}
+    run_of = {name: where[stand] for name, stand in stands_for.items()}
     pairs = (
         (owner[stands_for[source]], owner[stands_for[vertex.name]])
         for vertex in kept
         for source in vertex.inputs
         if source in stands_for
+        # What one of the sections hands to the next that is alike is not drawn.
+        and (copy[source] == copy[vertex.name] or run_of[source] != run_of[vertex.name])
     )
-    order = {group.name: place for place, group in enumerate(groups)}
-    edges = frozenset((a, b) for a, b in pairs if a != b and order[a] < order[b])
+    edges = frozenset((a, b) for a, b in pairs if a != b)
     groups = _ends_once(groups, edges, where)
     kept_names = {group.name for group in groups}
     sections = tuple(
