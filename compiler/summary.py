@@ -121,8 +121,8 @@ class Report:
     def html(self) -> str:
         """The report as one HTML file that loads nothing: write it and open it.
 
-        It has what `str(report)` has, the graphs before and after side by side, and their pictures
-        (`last_report` has none: drawing is for who asks).
+        It has what `str(report)` has, maps of the decisions, the graphs before and after side by
+        side, and their pictures (`last_report` has none: drawing is for who asks).
         """
         from torch_cascade.compiler.page import page, section
 
