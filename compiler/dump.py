@@ -6,7 +6,7 @@
     000/before.txt       the functional graph before the passes that rewrite it
     000/after.txt        after them
     000/lowered.txt      after all passes: what Inductor generates code from
-    000/graph.svg        picture of its attentions (if there are any after the cascade pass)
+    000/graph.svg        picture of the graph after the passes (if it has attention)
     000/graph.json       its entry in report.json
     000/section.html     its part of report.html
 
@@ -30,7 +30,7 @@ from torch_cascade.compiler.graph import show
 from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.markup import Markup
 from torch_cascade.compiler.page import page, section
-from torch_cascade.compiler.picture import picture
+from torch_cascade.compiler.picture import Pictures, svg
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.summary import graph_object, report_object
 
@@ -79,16 +79,18 @@ class Dump:
         name = _TEXTS.get(stage)
         if name is not None:
             _write(self.root, self.folder / name, show(graph, renamed=False) + "\n")
-        drawn = picture(graph) if stage == "cascade" else None
-        if drawn is not None:
+
+    def draw(self, pictures: Pictures | None) -> None:
+        """Write the picture of the graph after the passes, if there is one."""
+        if pictures is not None and pictures.after is not None:
+            drawn = svg(pictures.after, "the graph after the passes")
             _write(self.root, self.folder / "graph.svg", drawn)
 
     def finish(self, record: Compilation) -> None:
         """Write the entry of the compilation and its part, and the reports of all."""
         entry = graph_object(record, with_text=False) | {"folder": self.folder.name}
         _write(self.root, self.folder / "graph.json", _text(entry))
-        drawn = _read(self.root, self.folder / "graph.svg")
-        part = section(graph_object(record), self.folder.name, drawn)
+        part = section(graph_object(record), self.folder.name, record.pictures)
         _write(self.root, self.folder / "section.html", part)
         self._report()
 

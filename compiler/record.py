@@ -164,7 +164,8 @@ class Compilation:
         blend: what became of cached keys and values; None for a graph without `reuse_kv`.
         before, after: the functional graph around our rewrites, as `compiler.graph.show` prints
             it, with the names torch's own logs have ("" if the passes did not run).
-        picture: SVG text of its attentions ("" if none was asked for, or there are none).
+        pictures: of the graph before and after, `compiler.picture.Pictures` (None if none were
+            asked for, or there is no attention).
         seconds: time of each pass.
         total_seconds: time of the whole compilation, passes included (0 until it ended).
         cached: the passes did not run: Inductor found the whole artefact in its cache.
@@ -177,7 +178,7 @@ class Compilation:
     blend: BlendRecord | None = None
     before: str = ""
     after: str = ""
-    picture: str = ""
+    pictures: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
     cached: bool = False
@@ -220,7 +221,7 @@ class Compilation:
         """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""
         self.sites = [s for s in self.sites if not s.form]
         self.blend = None
-        self.before = self.after = self.picture = ""
+        self.before = self.after = ""
         self.seconds = {k: s for k, s in self.seconds.items() if k == "capture"}
 
 

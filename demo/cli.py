@@ -45,6 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ratio", metavar="R", help="with --rag: share of their tokens to recompute (0.15)"
     )
+    parser.add_argument(
+        "--html", metavar="FILE", help="with --rag: write the text there, recomputed tokens marked"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the numbers there, too")
 
 
@@ -85,6 +88,7 @@ def _check_together(arguments: argparse.Namespace) -> None:
         "--prompt-file": arguments.rag and arguments.prompt_file is not None,
         "--prompt-tokens": arguments.rag and arguments.prompt_tokens is not None,
         "--ratio": not arguments.rag and arguments.ratio is not None,
+        "--html": not arguments.rag and arguments.html is not None,
     }
     for name in (name for name, wrong in given.items() if wrong):
         raise DemoError(f"{name} {'goes not with' if arguments.rag else 'needs'} --rag")
@@ -135,6 +139,10 @@ def _run_rag(arguments: argparse.Namespace) -> None:
         ends = {tokenizer.eos_token_id}
         rag.read(lm, running, ends, arguments.new_tokens, status.update)
     rag_report.show(console, running, tokenizer)
+    if arguments.html:
+        with console.status("which tokens blend computes again: compiling once more"):
+            text = rag.chosen(running[-1]).html(tokenizer)
+        Path(arguments.html).write_text(text, encoding="utf-8")
     if arguments.json:
         setup = {"cached_tokens": cached, "torch": torch.__version__, "ratio": ratio}
         content = setup | {"arguments": vars(arguments), "ways": rag.measure(running)}

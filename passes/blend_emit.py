@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch._guards import tracing
 
 from torch_cascade.compiler.graph import Emitter, Sizes, fake_mode, value
+from torch_cascade.compiler.pass_base import ROLE, STAGE
 from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.blend_plan import BlendPlan, Stage
 from torch_cascade.passes.blend_question import emit_question
@@ -100,7 +101,12 @@ def _chosen(
         choice = replace(choice, is_causal=asked.is_causal, scale=asked.scale, flat=asked.flat)
     emit = Emitter(anchor)
     counts = emit.size(stage.count), emit.size(plan.exits.last)
+    kept = set(plan.site.markers[0].graph.nodes)
     index, places = inliner.inline(Call(choice, (layer, tensors, *counts)), anchor)
+    for node in plan.site.markers[0].graph.nodes:
+        if node not in kept:
+            node.meta[ROLE] = "choice"
+    index.meta[STAGE] = stage.layer
     return index, places
 
 

@@ -165,8 +165,8 @@ def drawn(folder):
         (rect,) = group.iter(f"{SVG}rect")
         lines = [text.text for text in group.iter(f"{SVG}text")]
         (title,) = group.iter(f"{SVG}title")
-        assert float(rect.get("width")) >= 7 * max(map(len, lines))
-        boxes.append((rect.get("fill"), lines, title.text))
+        assert float(rect.get("width")) >= 6.6 * max(map(len, lines))
+        boxes.append((rect.get("class"), lines, title.text))
     return boxes, root
 
 
@@ -184,18 +184,21 @@ def test_the_picture_of_one_attention(tmp_path):
     ]
     assert len(list(root.iter(f"{SVG}path"))) == 4 + 2
     colours = {lines[0]: fill for fill, lines, _ in boxes}
-    assert len(set(colours.values())) == 4  # the prefix, attend, merge, everything else
+    assert len(set(colours.values())) == 4  # the prefix, the suffix, merge, everything else
     base = last_compilation().sites[0].segments[0].base.split()[0]
-    inputs_of_attend = {name for name in colours if name.startswith("arg")} - {base}
-    assert {colours[name] for name in inputs_of_attend} == {colours["arg2_1"]} != {colours[base]}
+    suffix = last_compilation().sites[0].segments[1].base.split()[0]
+    assert colours[base] == colours["cascade.attend for 4 branches"] == "k-shared"
+    assert colours[suffix] == colours["cascade.attend"] == "k-own"
     assert all(title.startswith("%") for _, _, title in boxes)
 
 
 def test_layers_that_are_alike_are_drawn_once(tmp_path):
     run(stack(3), tmp_path)
-    boxes, _ = drawn(tmp_path)
+    boxes, root = drawn(tmp_path)
     merges = [lines[0] for _, lines, _ in boxes if "merge" in lines[0]]
-    assert merges == ["cascade.merge  (3 times)"]
+    assert merges == ["cascade.merge"] * 2  # the first layer has nothing to add to
+    said = [text.text for text in root.iter(f"{SVG}text")]
+    assert "layers 1 to 2 are alike: 2 times" in said
 
 
 def test_what_was_left_as_it_is_and_odd_names_are_drawn_too(tmp_path):
