@@ -13,10 +13,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from torch_cascade.compiler.sketch import Sketch, Vertex
+from torch_cascade.compiler.sketch import PRODUCTS, Sketch, Vertex
 from torch_cascade.compiler.text import alike
 
-_ALONE = frozenset({"merge", "sdpa", "product", "cascade.attend", "cascade.reuse_kv"})
+_ALONE = PRODUCTS | {"merge", "sdpa", "cascade.attend", "cascade.sdpa", "cascade.reuse_kv"}
 
 
 @dataclass(frozen=True)

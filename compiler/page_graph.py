@@ -36,10 +36,12 @@ def pictures_section(pictures: Pictures, name: str) -> Markup:
         tag("div", tag("h4", which), _picture(which, each, links)) for which, each, links in drawn
     )
     panels = (panel for _, each, links in drawn for panel in _panels(each, links))
+    past = f"past-pictures-{name}"
     return joined(
-        tag("p", about, class_="soft"),
+        tag("p", about, " ", tag("a", "Skip the pictures", href=f"#{past}"), class_="soft"),
         tag("ul", *items, class_="legend"),
         tag("div", *columns, class_="pair"),
+        tag("div", "", id=past),
         *panels,
     )
 

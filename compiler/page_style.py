@@ -49,7 +49,9 @@ font-family:ui-monospace,monospace;font-size:.75rem}
 .diff,.diff tbody,.diff tr,.diff td,.diff th{display:block;width:100%}
 .diff thead,.diff .same .new,.diff td:empty{display:none}
 .diff .changed .old:not(:empty)::before{content:"- "}
-.diff .changed .new:not(:empty)::before{content:"+ "}}
+.diff .changed .new:not(:empty)::before{content:"+ "}
+.panel thead{display:none}.panel tr,.panel td{display:block;border:0;padding:.1rem 0}
+.panel tr{border-top:1px solid var(--line);padding:.3rem 0}.panel td:first-child{font-weight:bold}}
 """
 
 _LIGHT = "".join(f".s-{part}{{background:{fill}}}" for part, (fill, _) in COLOURS.items())

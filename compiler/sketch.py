@@ -30,7 +30,8 @@ PARTS: Mapping[str, str] = {
 }
 """The parts that nodes play, with what a legend says of them."""
 
-_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "embedding"})
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "embedding"})
+"""Ops that are a box of their own."""
 _GATHERS = frozenset({"index", "gather"})
 _CONSTANTS = (torch.ops.aten.scalar_tensor.default, torch.ops.aten.full.default)
 
@@ -129,7 +130,7 @@ def _part(node: fx.Node, op: str) -> str:
     role = node.meta.get(ROLE)
     if role is not None:
         return str(role)
-    return "product" if op in _PRODUCTS else "other"
+    return "product" if op in PRODUCTS else "other"
 
 
 def _attended(graph: fx.Graph, made: dict[str, Vertex]) -> Sketch:
@@ -197,7 +198,8 @@ def _rows_part(vertex: Vertex, made: Mapping[str, Vertex]) -> str:
     if vertex.op in ("index_put", "scatter") or (vertex.op == "clone" and parts == {"cached"}):
         return "cached"
     gathers = vertex.op in _GATHERS and not parts & {"rows"}
-    return "choice" if gathers else "rows"
+    index = vertex.dtype.startswith("int") and parts == {"choice"}
+    return "choice" if gathers or index else "rows"
 
 
 def _read(vertex: Vertex, made: Mapping[str, Vertex]) -> Iterator[str]:

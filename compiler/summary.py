@@ -49,16 +49,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from torch_cascade.compiler.cost_map import CostMap, cost_map
-from torch_cascade.compiler.decide import Decision, Facts
+from torch_cascade.compiler.decide import Decision, Facts, priced
+from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.options import written
 from torch_cascade.compiler.record import BlendRecord, Compilation, NumericRecord, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
+from torch_cascade.compiler.work import Work
 
 JSON_VERSION = 1
 
@@ -240,16 +243,22 @@ def _costs(
     facts: Facts, break_even: Mapping[str, int | None] | None, maps: list[CostMap]
 ) -> dict[str, Any]:
     drawn = cost_map(facts)
-    numbers = {
-        name: number for way in facts.ways().values() for name, number in way.numbers().items()
-    }
     return {
         "device": str(facts.device),
-        "seconds": {name: way.seconds for name, way in facts.ways().items()},
-        "formulas": {name: way.lines() for name, way in facts.ways().items()},
-        "numbers": numbers,
+        **_prices(facts.work, facts.device),
         "break_even": dict(break_even or {}),
         "map": None if drawn is None else maps.index(drawn),
+    }
+
+
+@lru_cache(maxsize=256)
+def _prices(work: Work, device: Device) -> dict[str, Any]:
+    """Both ways in words, once for sites that are alike: sympy takes its time to print."""
+    ways = priced(work, device).ways()
+    return {
+        "seconds": {name: way.seconds for name, way in ways.items()},
+        "formulas": {name: way.lines() for name, way in ways.items()},
+        "numbers": {s: number for way in ways.values() for s, number in way.numbers().items()},
     }
 
 

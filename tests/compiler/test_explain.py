@@ -361,7 +361,7 @@ def test_json_has_what_its_documentation_says_and_what_the_text_says():
     numbers = {"naive_bytes", "cascade_bytes", "guard", "costs"}
     assert {*site["decision"]} == {"apply", "why", *numbers}
     costs = site["decision"]["costs"]
-    assert {*costs} == {"device", "seconds", "formulas", "numbers", "break_even"}
+    assert {*costs} == {"device", "seconds", "formulas", "numbers", "break_even", "map"}
     assert costs["device"] in flat(report) and costs["numbers"]["N"] == str(B * T)
     assert {*costs["seconds"]} == {*costs["formulas"]} == {"plain", "cascade"}
     for line in costs["formulas"]["plain"] + costs["formulas"]["cascade"]:

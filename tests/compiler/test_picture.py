@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import networkx as nx
 import pytest
@@ -122,7 +123,8 @@ def test_rows_of_a_blend_and_where_they_are_gathered():
     after = (
         *before,
         vertex("sort", "mm", op="sort", part="choice"),
-        vertex("index", "mm", "sort", op="index"),
+        replace(vertex("flat", "sort", op="view"), dtype="int64"),
+        vertex("index", "mm", "flat", op="index"),
         vertex("mm_1", "index", op="mm", part="product"),
         vertex("index_1", "mm_1", op="index"),
         vertex("clone", "k", op="clone"),
@@ -134,6 +136,7 @@ def test_rows_of_a_blend_and_where_they_are_gathered():
         "x": "input",
         "mm": "product",
         "sort": "choice",
+        "flat": "choice",
         "index": "choice",
         "mm_1": "rows",
         "index_1": "rows",
