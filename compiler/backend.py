@@ -102,6 +102,7 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
+    from torch_cascade.compiler.generated_code import capturing
     from torch_cascade.compiler.record import Compilation
 
     keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
@@ -109,7 +110,7 @@ def compile_graph(
     begin = time.perf_counter()
     record, dump, pipeline = Compilation(options=options), None, None
     if not options.disable:
-        dump = _dump(options)
+        dump = _dump(options, example_inputs)
         record.training = builds_training_graph(gm, example_inputs)
         record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
@@ -119,12 +120,13 @@ def compile_graph(
         config["joint_custom_pre_pass"] = pipeline
         if options.strict or dump is not None:
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
-    compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
+    with capturing() as codes:
+        compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
     record.cached = pipeline is not None and not pipeline.ran
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
     if dump is not None:
-        dump.finish(record)
+        dump.finish(record, codes)
     _log(record)
     asks_too_much = _asks_too_much(record)
     if options.strict and not options.disable and record.idle:
@@ -179,13 +181,13 @@ def _drawn(graph: fx.Graph) -> str:
         return ""
 
 
-def _dump(options: Options) -> Any:
+def _dump(options: Options, example_inputs: Sequence[Any]) -> Any:
     """Where the option `dump` wants this compilation written; None for nowhere."""
     if options.dump is None:
         return None
     from torch_cascade.compiler.dump import Dump
 
-    return Dump.claim(options.dump)
+    return Dump.claim(options.dump, example_inputs, options)
 
 
 def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -1,0 +1,212 @@
+"""A functional graph as a Python module that runs: FX prints the code, this adds what it needs.
+
+The module has `Graph`, an `nn.Module` that takes the graph's inputs in order (symbolic sizes are
+ordinary integers), `INPUTS`, a description of them with the sizes of the call that was compiled, and
+`make_inputs(seed)`. Bodies of higher-order ops are modules of their own in the same file. Tensors
+that the graph itself holds are in a file beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph_module import _format_import_block
+from torch.package import sys_importer
+
+from torch_cascade.compiler.graph import Sizes
+from torch_cascade.compiler.random_inputs import (
+    Strided,
+    Values,
+    Whole,
+    default_values,
+    describe,
+)
+
+CONSTANTS = "constants.pt"
+
+_HEAD = '''\
+"""{title}
+
+Made by torch_cascade; needs torch and torch_cascade. Run this file to run the graph once on random
+inputs, or import `Graph` and `make_inputs` from it. Sizes, strides, dtypes and devices of `INPUTS`
+are those of the call that was compiled{known}.
+"""
+
+{imports}
+import torch_cascade.kernels.ops  # defines torch.ops.cascade
+from torch_cascade.compiler.random_inputs import Choice, Normal, Strided, Whole, random_inputs
+'''
+
+_TAIL = '''\
+
+
+# One for each argument of `Graph.forward`, in order.
+INPUTS = (
+{inputs}
+)
+
+
+def make_inputs(seed=0):
+    """Random inputs, the same for the same seed."""
+    return random_inputs(INPUTS, seed)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        results = Graph()(*make_inputs())
+    for result in results:
+        print(getattr(result, "dtype", type(result)), tuple(getattr(result, "shape", ())))
+'''
+
+_CONSTANTS = '''\
+        held = torch.load(Path(__file__).with_name({file!r}), weights_only=True)
+'''
+
+
+class NotRunnable(ValueError):
+    """A graph that cannot be written as a file that runs; the text says why."""
+
+
+def source(graph: fx.Graph, title: str, known: Sequence[Values | None] = ()) -> str:
+    """The text of the module.
+
+    Args:
+        graph: functional ATen with values on its nodes.
+        title: first line of the module's docstring.
+        known: what the numbers of the inputs are like (`describe_all`), () if that is not known.
+
+    Raises:
+        NotRunnable: the graph uses something that has no text.
+    """
+    module = _owner(graph)
+    code, found = _classes(module, graph, "Graph")
+    known = known if _fits(graph, known) else ()
+    imports = _format_import_block(found, sys_importer)
+    if _constants_of(module, graph):
+        imports += "\nfrom pathlib import Path"
+    said = "; of their numbers only ranges and spreads were kept" if known else ""
+    said = said or "; nothing is known of their numbers, so integers are zeros"
+    head = _HEAD.format(title=title, imports=imports, known=said)
+    return head + code + _TAIL.format(inputs=_inputs(graph, known))
+
+
+def constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
+    """The tensors that a graph and its bodies hold, by class and attribute."""
+    return dict(_constants_of(_owner(graph), graph))
+
+
+def describe_all(inputs: Sequence[Any]) -> tuple[Values | None, ...]:
+    """What is kept of the numbers of a graph's inputs."""
+    with torch.no_grad():
+        return tuple(describe(x) for x in inputs)
+
+
+def _owner(graph: fx.Graph) -> fx.GraphModule:
+    module: Any = graph.owning_module
+    if not isinstance(module, fx.GraphModule):
+        raise NotRunnable("the graph belongs to no module")
+    return module
+
+
+def _classes(module: fx.GraphModule, graph: fx.Graph, name: str) -> tuple[str, dict[str, Any]]:
+    """The classes of a graph's bodies, then its own; and the globals they use."""
+    if any(node.op == "call_module" for node in graph.nodes):
+        raise NotRunnable("the graph calls modules")
+    code = graph.python_code("self", verbose=True)
+    found, before, lines = dict(code.globals), "", []
+    for target in _attributes(graph):
+        value = _attribute(module, target)
+        if isinstance(value, fx.GraphModule):
+            inner = f"{name}_{target.replace('.', '_')}"
+            text, more = _classes(value, value.graph, inner)
+            before, found = before + text, found | more
+            lines.append(f"        self.{target} = torch.fx.symbolic_trace({inner}())\n")
+        elif not isinstance(value, torch.Tensor):
+            raise NotRunnable(f"the graph holds {target}, a {type(value).__name__}")
+    held = [t for t in _attributes(graph) if isinstance(_attribute(module, t), torch.Tensor)]
+    if held:
+        lines.append(_CONSTANTS.format(file=CONSTANTS))
+        lines += [f'        self.register_buffer("{t}", held["{name}.{t}"])\n' for t in held]
+    start = f"\n\nclass {name}(torch.nn.Module):\n"
+    if lines:
+        start += "    def __init__(self):\n        super().__init__()\n" + "".join(lines) + "\n"
+    return before + start + _indented(code.src), found
+
+
+def _indented(text: str) -> str:
+    lines = [line.rstrip() for line in text.strip().splitlines()]
+    return "\n".join(f"    {line}" if line else "" for line in lines) + "\n"
+
+
+def _attributes(graph: fx.Graph) -> list[str]:
+    """Names of what the graph holds, each once, in order."""
+    return list(dict.fromkeys(str(node.target) for node in graph.find_nodes(op="get_attr")))
+
+
+def _attribute(module: fx.GraphModule, target: str) -> Any:
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _constants_of(
+    module: fx.GraphModule, graph: fx.Graph, name: str = "Graph"
+) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for target in _attributes(graph):
+        value = _attribute(module, target)
+        if isinstance(value, torch.Tensor):
+            found[f"{name}.{target}"] = value
+        elif isinstance(value, fx.GraphModule):
+            inner = f"{name}_{target.replace('.', '_')}"
+            found |= _constants_of(value, value.graph, inner)
+    return found
+
+
+def _fits(graph: fx.Graph, known: Sequence[Values | None]) -> bool:
+    """True iff what is known is about these inputs: AOTAutograd may add and drop some."""
+    return len(known) == len(graph.find_nodes(op="placeholder"))
+
+
+def _inputs(graph: fx.Graph, known: Sequence[Values | None]) -> str:
+    sizes = Sizes.of(graph)
+    nodes = graph.find_nodes(op="placeholder")
+    described = [_input(n, sizes, k) for n, k in zip(nodes, known or [None] * len(nodes))]
+    return "\n".join(f"    {x!r},  # {node.name}" for node, x in zip(nodes, described, strict=True))
+
+
+def _input(node: fx.Node, sizes: Sizes, values: Values | None) -> Strided | int | float | bool:
+    value = node.meta.get("val")
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, torch.SymInt):
+        return _hint(value, sizes)
+    if not isinstance(value, torch.Tensor):
+        raise NotRunnable(f"input {node.name} is a {type(value).__name__}")
+    return Strided(
+        tuple(_hint(size, sizes) for size in value.shape),
+        tuple(_hint(stride, sizes) for stride in value.stride()),
+        value.dtype,
+        str(value.device),
+        _suitable(values, value.dtype),
+    )
+
+
+def _suitable(values: Values | None, dtype: torch.dtype) -> Values:
+    """What is known, unless it is of another kind of number."""
+    default = default_values(dtype)
+    if values is None:
+        return default
+    return values if isinstance(values, Whole) == isinstance(default, Whole) else default
+
+
+def _hint(size: int | torch.SymInt, sizes: Sizes) -> int:
+    hint = sizes.hint(size)
+    if hint is None:
+        raise NotRunnable(f"the size {size} depends on data")
+    return hint
