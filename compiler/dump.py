@@ -35,9 +35,9 @@ from torch_cascade.compiler.dump_modules import Modules
 from torch_cascade.compiler.graph import show
 from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.markup import Markup
+from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.page import page, section
 from torch_cascade.compiler.picture import picture
-from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.runnable import describe_all
 from torch_cascade.compiler.summary import graph_object, report_object

@@ -21,7 +21,6 @@ Order: TypeAlias = Literal["", "rising", "increasing", "distinct"]
 
 _SAMPLE = 2**16  # elements that are looked at for the mean and the spread
 _WIDE = 2**24  # among more integers than that no order is kept
-_FEW = 2  # so many values at most are kept as they are: masks of 0 and -inf, weights of ones
 
 
 @dataclass(frozen=True)
@@ -139,12 +138,17 @@ def _drawn(values: Whole, count: int, generator: torch.Generator) -> Tensor:
 
 
 def _floats(x: Tensor) -> Values:
-    """From a sample that is spread over the tensor; infinities and NaNs do not count."""
+    """From a sample that is spread over the tensor; infinities and NaNs do not count.
+
+    Where there are two values at most, they are kept: masks of 0 and -inf, weights of ones.
+    """
     flat = x.reshape(-1) if x.is_contiguous() else x[tuple(slice(0, 64) for _ in x.shape)].flatten()
     sample = flat[:: max(1, flat.numel() // _SAMPLE)].double()
-    few = sample[~sample.isnan()].unique()
-    if 0 < few.numel() <= _FEW:
-        return Choice(tuple(few.tolist()))
+    numbers = sample[~sample.isnan()]
+    if numbers.numel():
+        low, high = numbers.min(), numbers.max()
+        if bool(((numbers == low) | (numbers == high)).all()):
+            return Choice((low.item(), high.item()) if low < high else (low.item(),))
     finite = sample[torch.isfinite(sample)]
     if finite.numel() < 2:
         return Normal()

@@ -1,8 +1,8 @@
 """Runs one dumped graph alone: before and after the passes, eager and compiled, against float64.
 
-The `repro.py` of a dump calls `main`. Inputs are random (`compiler.random_inputs`); the reference is
-the graph before the passes with every float in float64; what a result may be wrong by is what the
-graph before is wrong by in eager mode (`compiler.tolerance`).
+The `repro.py` of a dump calls `main`. Inputs are random (`compiler.random_inputs`); the reference
+is the graph before the passes with every float in float64; what a result may be wrong by is what
+the graph before is wrong by in eager mode (`compiler.tolerance`).
 """
 
 from __future__ import annotations
@@ -47,9 +47,7 @@ class InFloat64(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
         args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -181,7 +179,7 @@ def _fault(actual: Any, eager: Any, reference: Any) -> str:
 
 def _compiled(graph: nn.Module, case: Case) -> Callable[..., Any]:
     """Lowered and compiled by this backend; its passes have run already, or shall not."""
-    options: dict[str, object] = dict(case.options or {})
+    options: dict[str, Any] = dict(case.options or {})
     options |= {"passes": "none", "strict": False, "disable": False, "dump": None}
     return torch.compile(graph, backend="cascade", options=options, dynamic=False)
 

@@ -1,30 +1,24 @@
 """A functional graph as a Python module that runs: FX prints the code, this adds what it needs.
 
 The module has `Graph`, an `nn.Module` that takes the graph's inputs in order (symbolic sizes are
-ordinary integers), `INPUTS`, a description of them with the sizes of the call that was compiled, and
-`make_inputs(seed)`. Bodies of higher-order ops are modules of their own in the same file. Tensors
-that the graph itself holds are in a file beside it.
+ordinary integers), `INPUTS`, a description of them with the sizes of the call that was compiled,
+and `make_inputs(seed)`. Bodies of higher-order ops are modules of their own in the same file.
+Tensors that the graph itself holds are in a file beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph_module import _format_import_block
-from torch.package import sys_importer
+from torch.package.importer import sys_importer
 
 from torch_cascade.compiler.graph import Sizes
-from torch_cascade.compiler.random_inputs import (
-    Strided,
-    Values,
-    Whole,
-    default_values,
-    describe,
-)
+from torch_cascade.compiler.random_inputs import Strided, default_values, describe
 
 CONSTANTS = "constants.pt"
 
@@ -33,7 +27,8 @@ _HEAD = '''\
 
 Made by torch_cascade; needs torch and torch_cascade. Run this file to run the graph once on random
 inputs, or import `Graph` and `make_inputs` from it. Sizes, strides, dtypes and devices of `INPUTS`
-are those of the call that was compiled{known}.
+are those of the call that was compiled; of its numbers only ranges and spreads were kept, and where
+they could not be read integers are zeros.
 """
 
 {imports}
@@ -62,35 +57,32 @@ if __name__ == "__main__":
         print(getattr(result, "dtype", type(result)), tuple(getattr(result, "shape", ())))
 '''
 
-_CONSTANTS = '''\
+_CONSTANTS = """\
         held = torch.load(Path(__file__).with_name({file!r}), weights_only=True)
-'''
+"""
 
 
 class NotRunnable(ValueError):
     """A graph that cannot be written as a file that runs; the text says why."""
 
 
-def source(graph: fx.Graph, title: str, known: Sequence[Values | None] = ()) -> str:
+def source(graph: fx.Graph, title: str, known: Sequence[Strided | None] = ()) -> str:
     """The text of the module.
 
     Args:
         graph: functional ATen with values on its nodes.
         title: first line of the module's docstring.
-        known: what the numbers of the inputs are like (`describe_all`), () if that is not known.
+        known: what the real inputs are like (`describe_all`), () if that is not known.
 
     Raises:
         NotRunnable: the graph uses something that has no text.
     """
     module = _owner(graph)
     code, found = _classes(module, graph, "Graph")
-    known = known if _fits(graph, known) else ()
     imports = _format_import_block(found, sys_importer)
     if _constants_of(module, graph):
         imports += "\nfrom pathlib import Path"
-    said = "; of their numbers only ranges and spreads were kept" if known else ""
-    said = said or "; nothing is known of their numbers, so integers are zeros"
-    head = _HEAD.format(title=title, imports=imports, known=said)
+    head = _HEAD.format(title=title, imports=imports)
     return head + code + _TAIL.format(inputs=_inputs(graph, known))
 
 
@@ -99,10 +91,17 @@ def constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
     return dict(_constants_of(_owner(graph), graph))
 
 
-def describe_all(inputs: Sequence[Any]) -> tuple[Values | None, ...]:
-    """What is kept of the numbers of a graph's inputs."""
+def describe_all(inputs: Sequence[Any]) -> tuple[Strided | None, ...]:
+    """What is kept of a graph's real inputs; None for one whose numbers cannot be read."""
     with torch.no_grad():
-        return tuple(describe(x) for x in inputs)
+        return tuple(_described(x) for x in inputs)
+
+
+def _described(x: Any) -> Strided | None:
+    values = describe(x)
+    if values is None:
+        return None
+    return Strided(tuple(x.shape), x.stride(), x.dtype, str(x.device), values)
 
 
 def _owner(graph: fx.Graph) -> fx.GraphModule:
@@ -168,19 +167,34 @@ def _constants_of(
     return found
 
 
-def _fits(graph: fx.Graph, known: Sequence[Values | None]) -> bool:
-    """True iff what is known is about these inputs: AOTAutograd may add and drop some."""
-    return len(known) == len(graph.find_nodes(op="placeholder"))
+def _inputs(graph: fx.Graph, known: Sequence[Strided | None]) -> str:
+    nodes = graph.find_nodes(op="placeholder")
+    return "\n".join(
+        f"    {x!r},  # {node.name}"
+        for node, x in zip(nodes, _arguments(graph, known), strict=True)
+    )
 
 
-def _inputs(graph: fx.Graph, known: Sequence[Values | None]) -> str:
+def _arguments(
+    graph: fx.Graph, known: Sequence[Strided | None]
+) -> list[Strided | int | float | bool]:
+    """The inputs; what is known counts if it is about them all: AOTAutograd may add and drop."""
     sizes = Sizes.of(graph)
     nodes = graph.find_nodes(op="placeholder")
-    described = [_input(n, sizes, k) for n, k in zip(nodes, known or [None] * len(nodes))]
-    return "\n".join(f"    {x!r},  # {node.name}" for node, x in zip(nodes, described, strict=True))
+    plain = [_input(node, sizes) for node in nodes]
+    pairs = list(zip(plain, known, strict=False))
+    if len(plain) != len(known) or not all(_same(x, real) for x, real in pairs):
+        return plain
+    return [replace(x, values=k.values) if isinstance(x, Strided) and k else x for x, k in pairs]
 
 
-def _input(node: fx.Node, sizes: Sizes, values: Values | None) -> Strided | int | float | bool:
+def _same(x: Strided | int | float | bool, real: Strided | None) -> bool:
+    if real is None or not isinstance(x, Strided):
+        return real is None
+    return (x.shape, x.dtype) == (real.shape, real.dtype)
+
+
+def _input(node: fx.Node, sizes: Sizes) -> Strided | int | float | bool:
     value = node.meta.get("val")
     if isinstance(value, (bool, int, float)):
         return value
@@ -193,16 +207,8 @@ def _input(node: fx.Node, sizes: Sizes, values: Values | None) -> Strided | int 
         tuple(_hint(stride, sizes) for stride in value.stride()),
         value.dtype,
         str(value.device),
-        _suitable(values, value.dtype),
+        default_values(value.dtype),
     )
-
-
-def _suitable(values: Values | None, dtype: torch.dtype) -> Values:
-    """What is known, unless it is of another kind of number."""
-    default = default_values(dtype)
-    if values is None:
-        return default
-    return values if isinstance(values, Whole) == isinstance(default, Whole) else default
 
 
 def _hint(size: int | torch.SymInt, sizes: Sizes) -> int:
