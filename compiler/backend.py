@@ -99,11 +99,13 @@ def compile_graph(
         inner_compile: stands in for Inductor's code generation (tests, explain).
         journal: the `compiler.journal.Journal` that keeps the record; None for this process's.
     """
+    from torch._dynamo.utils import dynamo_timed
     from torch._inductor.compile_fx import compile_fx
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
     from torch_cascade.compiler.generated_code import capturing
     from torch_cascade.compiler.record import Compilation
+    from torch_cascade.compiler.structured_trace import trace_report
 
     keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     config: dict[str, Any] = dict(patches)
@@ -112,7 +114,8 @@ def compile_graph(
     if not options.disable:
         dump = _dump(options, example_inputs)
         record.training = builds_training_graph(gm, example_inputs)
-        record.sites = _capture(gm, example_inputs, options)
+        with dynamo_timed("cascade.capture"):
+            record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
     if not (options.disable or record.training):
         draws = (journal or _journal()).draws
@@ -125,6 +128,7 @@ def compile_graph(
     record.cached = pipeline is not None and not pipeline.ran
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
+    trace_report(record)
     if dump is not None:
         dump.finish(record, codes)
     _log(record)
@@ -157,12 +161,12 @@ def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], watch: 
 
 
 def _watch(record: Any, dump: Any, draws: bool) -> Any:
-    """What looks at the graph between the passes: for the option `dump`, for a picture, or None."""
-    if not draws:
-        return None if dump is None else dump.see
+    """What looks at the graph between the passes: the trace, the option `dump`, a picture."""
+    from torch_cascade.compiler.structured_trace import trace_graph
 
     def watch(stage: str, graph: fx.Graph) -> None:
-        if stage == "cascade":
+        trace_graph(stage, graph)
+        if draws and stage == "cascade":
             record.picture = _drawn(graph)
         if dump is not None:
             dump.see(stage, graph)

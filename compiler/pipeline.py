@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_cascade.compiler import calibration
@@ -101,7 +102,8 @@ class Pipeline(CustomGraphPass):
 
     def _run(self, each: Pass, graph: fx.Graph, context: PassContext) -> None:
         begin = time.perf_counter()
-        each.apply(graph, context)
+        with dynamo_timed(f"cascade.{each.name}"):  # `torch._dynamo.utils.compile_times` has it
+            each.apply(graph, context)
         self.record.seconds[each.name] = time.perf_counter() - begin
         logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
         if each.name in KNOWN_PASSES:
