@@ -103,6 +103,7 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
+    from torch_cascade.compiler.cold_record import keep_or_recall
     from torch_cascade.compiler.generated_code import capturing
     from torch_cascade.compiler.record import Compilation
     from torch_cascade.compiler.structured_trace import trace_report
@@ -125,7 +126,10 @@ def compile_graph(
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
     with capturing() as codes:
         compiled = compile_fx(gm, example_inputs, config_patches=config, **keywords)
-    record.cached = pipeline is not None and not pipeline.ran
+    if pipeline is not None:
+        record.cached = not pipeline.ran
+        if not config.get("force_disable_caches"):
+            keep_or_recall(record, codes, pipeline.uuid())
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
     trace_report(record)
@@ -206,10 +210,8 @@ def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _log(record: Any) -> None:
     if record.cached:
-        logger.info(
-            "graph %s came from Inductor's cache: the passes did not run", record.compile_id
-        )
-        return
+        said = "graph %s came from Inductor's cache: the passes did not run; %s"
+        logger.info(said, record.compile_id, record.origin)
     found, name = len(record.sites), record.compile_id
     logger.info("graph %s: %d of %d attention sites rewritten", name, record.rewritten, found)
     blend = record.blend

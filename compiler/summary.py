@@ -9,7 +9,9 @@ The JSON of a report, version 1; "?" marks what may be null:
     rewritten        how many of them were rewritten
     graphs           list, in the order of compilation:
         id           Dynamo's compile id, "0/0"
-        cached       true: the artefact came from Inductor's cache; the passes did not run
+        cached       true: the artefact came from Inductor's cache; the passes did not run, and
+                     sites, blend, before and after are those of the cold compile
+        origin       "from the cold compile of DATE", or why that is not known; "" if not cached
         training     true: compiled for training; the passes did not run
         options      every option by name, as a user would write it
         seconds      of each pass by name, and "total" of the whole compilation
@@ -160,6 +162,7 @@ def graph_object(record: Compilation, *, with_text: bool = True) -> dict[str, An
     return {
         "id": record.compile_id,
         "cached": record.cached,
+        "origin": record.origin,
         "training": record.training,
         "options": written(record.options),
         "seconds": {**record.seconds, "total": record.total_seconds},
