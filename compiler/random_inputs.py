@@ -20,7 +20,7 @@ from torch import Tensor
 Order: TypeAlias = Literal["", "rising", "increasing", "distinct"]
 
 _SAMPLE = 2**16  # elements that are looked at for the mean and the spread
-_WIDE = 2**24  # among more integers than that no order is kept
+_WIDE = 2**24  # in a longer list, or among more integers than that, no order is kept
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,9 @@ def describe(x: Any) -> Values | None:
     """What the numbers of an input are like; None for what holds no data (fakes, subclasses)."""
     if type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta":
         return None
-    x = x.detach()
-    if x.dtype.is_complex or x.numel() == 0:
+    if x.layout is not torch.strided or x.is_quantized or x.dtype.is_complex or x.numel() == 0:
         return None
+    x = x.detach()
     return _floats(x) if x.dtype.is_floating_point else _integers(x)
 
 
@@ -162,7 +162,7 @@ def _integers(x: Tensor) -> Values:
 
 
 def _order(x: Tensor) -> Order:
-    if not x.dim() or x.shape[-1] < 2:
+    if not x.dim() or x.shape[-1] < 2 or x.numel() > _WIDE:
         return ""
     steps = x.diff(dim=-1)
     if bool((steps > 0).all()):

@@ -19,6 +19,9 @@ from torch.package.importer import sys_importer
 
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.random_inputs import Strided, default_values, describe
+from torch_cascade.compiler.runnable_kernels import NotRunnable, by_name, table
+
+__all__ = ["CONSTANTS", "NotRunnable", "constants", "describe_all", "source"]
 
 CONSTANTS = "constants.pt"
 
@@ -62,10 +65,6 @@ _CONSTANTS = """\
 """
 
 
-class NotRunnable(ValueError):
-    """A graph that cannot be written as a file that runs; the text says why."""
-
-
 def source(graph: fx.Graph, title: str, known: Sequence[Strided | None] = ()) -> str:
     """The text of the module.
 
@@ -82,7 +81,7 @@ def source(graph: fx.Graph, title: str, known: Sequence[Strided | None] = ()) ->
     imports = _format_import_block(found, sys_importer)
     if _constants_of(module, graph):
         imports += "\nfrom pathlib import Path"
-    head = _HEAD.format(title=title, imports=imports)
+    head = _HEAD.format(title=title, imports=imports) + table(_all_graphs(module, graph))
     return head + code + _TAIL.format(inputs=_inputs(graph, known))
 
 
@@ -133,7 +132,14 @@ def _classes(module: fx.GraphModule, graph: fx.Graph, name: str) -> tuple[str, d
     start = f"\n\nclass {name}(torch.nn.Module):\n"
     if lines:
         start += "    def __init__(self):\n        super().__init__()\n" + "".join(lines) + "\n"
-    return before + start + _indented(code.src), found
+    return before + start + by_name(_indented(code.src)), found
+
+
+def _all_graphs(module: fx.GraphModule, graph: fx.Graph) -> list[fx.Graph]:
+    """A graph and those of its bodies."""
+    held = (_attribute(module, target) for target in _attributes(graph))
+    bodies = [value for value in held if isinstance(value, fx.GraphModule)]
+    return [graph, *(g for body in bodies for g in _all_graphs(body, body.graph))]
 
 
 def _indented(text: str) -> str:

@@ -35,6 +35,11 @@ The JSON of a report, version 1; "?" marks what may be null:
         before       graph text before the passes ("" if the passes did not run)
         after        graph text after it
 
+In the `report.json` of a dump, graphs have no before and after, which are files, but
+
+        folder       name of the folder of their files
+        notes        list: what could not be written, and why
+
 Later versions may add keys; a change of those above raises the version.
 """
 

@@ -21,73 +21,80 @@ from torch_cascade.compiler.summary import Report
 TESTS = Path(__file__).parents[1]
 
 SCRIPT = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-given = json.loads(sys.argv[2])
 import torch, torch_cascade
 from support.shared_prefix import attention, inputs
 from torch._dynamo.utils import counters
 
-torch.manual_seed(0)
-keywords = {"dynamic": given.get("dynamic"), "options": {"decide": given.get("decide", "always")}}
-compiled = torch.compile(attention, backend="cascade", **keywords)
-for prefix in given.get("prefixes", [37]):
-    args = inputs(prefix)
-    torch.testing.assert_close(compiled(*args), attention(*args))
-report = torch_cascade.last_report()
-print(json.dumps({
-    "report": json.loads(report.to_json()),
-    "text": " ".join(str(report).split()),
-    "page": report.html(),
-    "counters": counters["cascade"],
-    "hits": {
+records = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "torch_cascade"
+for given in json.loads(sys.argv[2]):
+    for path in records.glob("*.record") if "records" in given else ():
+        text = path.read_bytes()
+        path.write_bytes(text[:-7]) if given["records"] == "damaged" else path.unlink()
+    torch._dynamo.reset()
+    counters.clear()
+    seen = len(torch_cascade.last_report().compilations)
+    keywords = {"dynamic": given.get("dynamic"), "options": {"decide": given["decide"]}}
+    compiled = torch.compile(attention, backend="cascade", **keywords)
+    for prefix in given["prefixes"]:
+        args = inputs(prefix)
+        torch.testing.assert_close(compiled(*args), attention(*args))
+    report = torch_cascade.last_report()
+    report = type(report)(report.compilations[seen:])
+    print(json.dumps({
+        "graphs": json.loads(report.to_json())["graphs"],
+        "text": " ".join(str(report).split()),
+        "page": report.html(),
+        "counters": counters["cascade"],
         "aot": counters["aot_autograd"]["autograd_cache_hit"],
         "fx": counters["inductor"]["fxgraph_cache_hit"],
-    },
-}))
+    }))
 """
-
-
-class Process:
-    """Runs `SCRIPT` in processes that share a cache folder."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.records = folder / "torch_cascade"
-
-    def __call__(self, *, autograd=True, **given):
-        first = str(Path(torch_cascade.__file__).parents[1])
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
-        env |= {
-            "TORCHINDUCTOR_CACHE_DIR": str(self.folder),
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(autograd)),
-            "PYTHONPATH": os.pathsep.join(filter(None, [first, env.get("PYTHONPATH")])),
-        }
-        command = [sys.executable, "-c", SCRIPT, str(TESTS), json.dumps(given)]
-        run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        assert run.returncode == 0, run.stderr
-        return {**json.loads(run.stdout.splitlines()[-1]), "stderr": run.stderr}
-
-
-@pytest.fixture
-def process(tmp_path):
-    return Process(tmp_path / "cache")
-
-
+ALWAYS = {"decide": "always", "prefixes": [37]}
+BOTH_SIDES = {"decide": "auto", "dynamic": True}
 FOUND = ("sites", "blend", "before", "after")
 
 
+def process(folder, *runs, autograd=True):
+    """What each of some runs, in a process of its own, has to say; and its log."""
+    first = str(Path(torch_cascade.__file__).parents[1])
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TORCHINDUCTOR_")}
+    env |= {
+        "TORCHINDUCTOR_CACHE_DIR": str(folder),
+        "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(autograd)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [first, env.get("PYTHONPATH")])),
+    }
+    command = [sys.executable, "-c", SCRIPT, str(TESTS), json.dumps(runs)]
+    run = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()], run.stderr
+
+
 def found(result):
-    return [{name: graph[name] for name in FOUND} for graph in result["report"]["graphs"]]
+    """What the passes of each graph found, and did."""
+    return [{name: graph[name] for name in FOUND} for graph in result["graphs"]]
 
 
 # --- across processes -----------------------------------------------------------------------------
 
 
-def test_a_warm_compilation_reports_the_cold_one(process):
-    cold, warm = process(), process()
-    assert cold["hits"]["aot"] == 0 and warm["hits"]["aot"] == 1
-    (a,), (b,) = cold["report"]["graphs"], warm["report"]["graphs"]
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A cold run, then in another process: a warm one, one with a damaged record, one without."""
+    folder = tmp_path_factory.mktemp("cache")
+    (cold,), _ = process(folder, ALWAYS)
+    others, log = process(
+        folder, ALWAYS, ALWAYS | {"records": "damaged"}, ALWAYS | {"records": "gone"}
+    )
+    return cold, *others, log
+
+
+def test_a_warm_compilation_reports_the_cold_one(runs):
+    cold, warm, *_ = runs
+    assert cold["aot"] == 0 and warm["aot"] == 1
+    (a,), (b,) = cold["graphs"], warm["graphs"]
     assert not a["cached"] and a["origin"] == ""
     assert b["cached"] and b["origin"].startswith("from the cold compile of 20")
     assert found(cold) == found(warm) and found(warm)[0]["sites"][0]["rewritten"]
@@ -97,47 +104,43 @@ def test_a_warm_compilation_reports_the_cold_one(process):
     assert b["origin"] in warm["page"] and "the passes did not run" in warm["page"]
 
 
-def test_inductors_own_cache_runs_the_passes_anyway(process):
-    cold, warm = process(autograd=False), process(autograd=False)
-    assert cold["hits"] == {"aot": 0, "fx": 0} and warm["hits"] == {"aot": 0, "fx": 1}
-    (graph,) = warm["report"]["graphs"]
+def test_a_damaged_record_is_reported_as_such(runs):
+    _, _, damaged, _, log = runs
+    said = "the record of its cold compile is damaged: its checksum is another"
+    (graph,) = damaged["graphs"]
+    assert graph["cached"] and not graph["sites"] and graph["origin"] == said
+    assert said in damaged["text"] and "is damaged" in log
+
+
+def test_without_a_record_the_report_says_so(runs):
+    (graph,) = runs[3]["graphs"]
+    assert graph["cached"] and not graph["sites"]
+    assert graph["origin"] == "no record of its cold compile was found"
+    assert graph["origin"] in runs[3]["text"] and graph["origin"] in runs[3]["page"]
+
+
+def test_inductors_own_cache_runs_the_passes_anyway(tmp_path):
+    (cold,), _ = process(tmp_path, ALWAYS, autograd=False)
+    (warm,), _ = process(tmp_path, ALWAYS, autograd=False)
+    assert (cold["aot"], cold["fx"], warm["aot"], warm["fx"]) == (0, 0, 0, 1)
+    (graph,) = warm["graphs"]
     assert not graph["cached"] and graph["sites"] and set(graph["seconds"]) > {"lower"}
 
 
-def test_dynamic_shapes_find_the_record_of_their_side_of_the_guard(process):
+def test_dynamic_shapes_find_the_record_of_their_side_of_the_guard(tmp_path):
     """Under one key of torch's lie the artefacts of both sides."""
-    given = {"dynamic": True, "decide": "auto", "prefixes": [11, 20_000]}
-    cold = process(**given)
-    sides = [[s["rewritten"] for s in g["sites"]] for g in cold["report"]["graphs"]]
+    (cold,), _ = process(tmp_path, BOTH_SIDES | {"prefixes": [11, 20_000]})
+    sides = [[s["rewritten"] for s in g["sites"]] for g in cold["graphs"]]
     assert sides == [[False], [True]]
-    assert len([*process.records.glob("*.record")]) == 2
-    for prefixes in ([11, 20_000], [20_000, 11]):
-        warm = process(**given | {"prefixes": prefixes})
-        assert warm["hits"]["aot"] == 2
-        assert sorted(map(str, found(warm))) == sorted(map(str, found(cold)))
-        rewritten = [g["sites"][0]["rewritten"] for g in warm["report"]["graphs"]]
-        assert rewritten == [prefix > 11 for prefix in prefixes]
-
-
-def test_without_a_record_the_report_says_so(process):
-    process()
-    for path in process.records.iterdir():
-        path.unlink()
-    warm = process()
-    (graph,) = warm["report"]["graphs"]
-    assert graph["cached"] and not graph["sites"]
-    assert graph["origin"] == "no record of its cold compile was found"
-    assert graph["origin"] in warm["text"] and graph["origin"] in warm["page"]
-
-
-def test_a_damaged_record_is_reported_as_such(process):
-    process()
-    (path,) = process.records.glob("*.record")
-    path.write_bytes(path.read_bytes()[:-7])
-    warm = process()
-    said = "the record of its cold compile is damaged: its checksum is another"
-    assert warm["report"]["graphs"][0]["origin"] == said
-    assert said in warm["text"] and "is damaged" in warm["stderr"]
+    assert len([*(tmp_path / "torch_cascade").glob("*.record")]) == 2
+    (same, other), _ = process(
+        tmp_path,
+        BOTH_SIDES | {"prefixes": [11, 20_000]},
+        BOTH_SIDES | {"prefixes": [20_000, 11]},
+    )
+    assert same["aot"] == 2 and found(same) == found(cold)
+    # With the long prefix first the guard is another, so an artefact may be a new one.
+    assert [g["sites"][0]["rewritten"] for g in other["graphs"]] == [True, False]
 
 
 # --- in this process ------------------------------------------------------------------------------

@@ -52,7 +52,9 @@ def test_what_is_written(tmp_path):
     (graph,) = content["graphs"]
     assert (content["version"], content["sites"], content["rewritten"]) == (1, 1, 1)
     assert graph == json.loads((folder / "000/graph.json").read_text())
-    assert graph["folder"] == "000" and not {"before", "after"} & {*graph}
+    of_report = {*json.loads(torch_cascade.last_report().to_json())["graphs"][-1]}
+    assert {*graph} == of_report - {"before", "after"} | {"folder", "notes"}
+    assert graph["folder"] == "000" and graph["notes"] == ["Inductor handed out no generated code"]
     assert graph["options"]["dump"] == str(folder)
 
 

@@ -12,6 +12,7 @@ from support.shared_prefix import B, D, H, P, S, T, attention, inputs, stack
 
 from torch_cascade.compiler import repro
 from torch_cascade.compiler.dump_modules import Modules
+from torch_cascade.compiler.runnable_kernels import NotRunnable, _import_of
 
 
 def dumped(fn, folder, args, *, dynamic=False, **options):
@@ -132,6 +133,42 @@ def test_stages_of_a_second_run_replace_those_of_the_first():
         modules.see(stage, graph)
     assert modules.notes and not written  # a graph without values: said, not raised
     assert len(modules.notes) == 3
+
+
+def test_triton_kernels_are_imported():
+    pytest.importorskip("triton")
+    from torch._higher_order_ops.triton_kernel_wrap import (
+        kernel_side_table,
+        triton_kernel_wrapper_functional,
+    )
+
+    from torch_cascade.compiler.runnable_kernels import table
+    from torch_cascade.kernels import triton_merge
+
+    kernel = triton_merge.merge_parts
+    number = kernel_side_table.add_kernel(kernel)
+    constants = kernel_side_table.add_constant_args({"BLOCK": 16})
+    graph = torch.fx.Graph()
+    numbers = {"kernel_idx": number, "constant_args_idx": constants}
+    graph.output(graph.call_function(triton_kernel_wrapper_functional, kwargs=numbers))
+    made = {}
+    exec(table([graph]), made)
+    (again,) = made["KERNELS"].values()
+    assert kernel_side_table.get_kernel(again) is kernel
+    (other,) = made["CONSTANT_ARGS"].values()
+    assert kernel_side_table.get_constant_args(other) == {"BLOCK": 16}
+    kernel_side_table.constant_args[constants] = {"BLOCK": object()}
+    with pytest.raises(NotRunnable, match="constants of a Triton kernel have no text"):
+        table([graph])
+    assert table([torch.fx.Graph()]) == ""
+
+
+def test_a_kernel_that_cannot_be_imported_is_named():
+    def kernel():
+        pass
+
+    with pytest.raises(NotRunnable, match="the Triton kernel kernel cannot be imported from"):
+        _import_of(kernel)
 
 
 # --- repro.py -------------------------------------------------------------------------------------
