@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from support.backend import eager_cascade
+from support.blend_plain import Plain
+from support.blend_plain import inputs as prompt
 from support.shared_prefix import B, D, H, P, S, T, attention, inputs, stack
 
 from torch_cascade.compiler import repro
@@ -213,6 +215,17 @@ def test_inputs_that_are_written_to_are_compared(tmp_path, capsys):
     capsys.readouterr()
     assert run_repro(folder) == 1
     assert "result 1: error" in capsys.readouterr().out
+
+
+def test_a_blend_is_compared_with_itself(tmp_path, capsys):
+    """It recomputes some tokens only, so what comes out is not what the graph before computes."""
+    folder = dumped(Plain(), tmp_path, prompt(), min_tokens=0)
+    assert (
+        "exact=False,  # a blend recomputes some tokens only" in (folder / "repro.py").read_text()
+    )
+    assert run_repro(folder) == 0
+    out = capsys.readouterr().out
+    assert "after, eager: error" in out and "lowered, eager: right" in out
 
 
 def test_a_missing_device_has_its_own_status(tmp_path, capsys, monkeypatch):
