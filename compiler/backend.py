@@ -99,14 +99,12 @@ def compile_graph(
         inner_compile: stands in for Inductor's code generation (tests, explain).
         journal: the `compiler.journal.Journal` that keeps the record; None for this process's.
     """
-    from torch._dynamo.utils import dynamo_timed
     from torch._inductor.compile_fx import compile_fx
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
     from torch_cascade.compiler.cold_record import keep_or_recall
     from torch_cascade.compiler.generated_code import capturing
     from torch_cascade.compiler.record import Compilation
-    from torch_cascade.compiler.structured_trace import trace_report
 
     keywords: dict[str, Any] = {} if inner_compile is None else {"inner_compile": inner_compile}
     config: dict[str, Any] = dict(patches)
@@ -115,8 +113,7 @@ def compile_graph(
     if not options.disable:
         dump = _dump(options, example_inputs)
         record.training = builds_training_graph(gm, example_inputs)
-        with dynamo_timed("cascade.capture"):
-            record.sites = _capture(gm, example_inputs, options)
+        record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
     if not (options.disable or record.training):
         draws = (journal or _journal()).draws
@@ -132,10 +129,7 @@ def compile_graph(
             keep_or_recall(record, codes, pipeline.uuid())
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
-    trace_report(record)
-    if dump is not None:
-        dump.finish(record, codes)
-    _log(record)
+    _tell(record, dump, codes)
     asks_too_much = _asks_too_much(record)
     if options.strict and not options.disable and record.idle:
         raise CascadeError(f"strict: {_why_nothing(record)}")
@@ -146,13 +140,16 @@ def compile_graph(
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> list[Any]:
     """Raise the attention calls; the records of those that were not."""
+    from torch._dynamo.utils import dynamo_timed
+
     from torch_cascade.compiler.capture import capture
     from torch_cascade.compiler.record import SiteRecord
     from torch_cascade.compiler.report import Declined
     from torch_cascade.passes.failures import Failures
 
     failures = Failures(options.strict)
-    found = failures.guarded(None, capture, gm, example_inputs)
+    with dynamo_timed("cascade.capture"):
+        found = failures.guarded(None, capture, gm, example_inputs)
     failures.warn("capture")
     declined = [d for d in (found if isinstance(found, list) else [found]) if not d]
     return [SiteRecord(d.node, d.where, declined=d) for d in declined if isinstance(d, Declined)]
@@ -206,6 +203,16 @@ def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _tell(record: Any, dump: Any, codes: Sequence[str]) -> None:
+    """Everyone who wants to know of a compilation that has ended: the trace, the dump, the log."""
+    from torch_cascade.compiler.structured_trace import trace_report
+
+    trace_report(record)
+    if dump is not None:
+        dump.finish(record, codes)
+    _log(record)
 
 
 def _log(record: Any) -> None:
