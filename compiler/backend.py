@@ -103,6 +103,8 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
+    from torch_cascade.compiler.cold_record import keep_or_recall
+    from torch_cascade.compiler.generated_code import capturing
     from torch_cascade.compiler.observers import Observers
     from torch_cascade.compiler.pipeline import Pipeline
     from torch_cascade.compiler.record import Compilation
@@ -111,7 +113,7 @@ def compile_graph(
     begin = time.perf_counter()
     record, pipeline = Compilation(options=options), None
     record.training = not options.disable and builds_training_graph(gm, example_inputs)
-    observers = Observers.of(record, draws=(journal or _journal()).draws)
+    observers = Observers.of(record, example_inputs, draws=(journal or _journal()).draws)
     if not options.disable:
         record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
@@ -121,12 +123,18 @@ def compile_graph(
         if options.strict or observers.need_passes:
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
     inner_compile = observers.around(inner_compile or compile_fx_inner)
-    compiled = compile_fx(gm, example_inputs, config_patches=config, inner_compile=inner_compile)
-    record.cached = pipeline is not None and not pipeline.ran
+    with capturing() as codes:
+        compiled = compile_fx(
+            gm, example_inputs, config_patches=config, inner_compile=inner_compile
+        )
     observers.draw()
+    if pipeline is not None:
+        record.cached = not pipeline.ran
+        if not config.get("force_disable_caches"):
+            keep_or_recall(record, codes, pipeline.uuid())
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
-    observers.finish()
+    observers.finish(codes)
     _log(record)
     asks_too_much = _asks_too_much(record)
     if options.strict and not options.disable and record.idle:
@@ -138,13 +146,16 @@ def compile_graph(
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> list[Any]:
     """Raise the attention calls; the records of those that were not."""
+    from torch._dynamo.utils import dynamo_timed
+
     from torch_cascade.compiler.capture import capture
     from torch_cascade.compiler.record import SiteRecord
     from torch_cascade.compiler.report import Declined
     from torch_cascade.passes.failures import Failures
 
     failures = Failures(options.strict)
-    found = failures.guarded(None, capture, gm, example_inputs)
+    with dynamo_timed("cascade.capture"):
+        found = failures.guarded(None, capture, gm, example_inputs)
     failures.warn("capture")
     declined = [d for d in (found if isinstance(found, list) else [found]) if not d]
     return [SiteRecord(d.node, d.where, declined=d) for d in declined if isinstance(d, Declined)]
@@ -162,10 +173,8 @@ def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _log(record: Any) -> None:
     if record.cached:
-        logger.info(
-            "graph %s came from Inductor's cache: the passes did not run", record.compile_id
-        )
-        return
+        said = "graph %s came from Inductor's cache: the passes did not run; %s"
+        logger.info(said, record.compile_id, record.origin)
     found, name = len(record.sites), record.compile_id
     logger.info("graph %s: %d of %d attention sites rewritten", name, record.rewritten, found)
     blend = record.blend

@@ -1,11 +1,11 @@
-"""What looks on while a graph is compiled: pictures, the option `dump`, the numeric check.
+"""What looks on while a graph is compiled: trace, pictures, the option `dump`, the numeric check.
 
 The pipeline shows them the graph before the passes and after each; they only read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ from torch_cascade.compiler.dump import Dump
 from torch_cascade.compiler.numeric import NumericCheck
 from torch_cascade.compiler.picture import Album
 from torch_cascade.compiler.record import Compilation
+from torch_cascade.compiler.structured_trace import trace_graph, trace_report
+from torch_cascade.passes.cleanup import CleanupPass
+from torch_cascade.passes.lower import LowerPass
 
 
 @dataclass
 class Observers:
-    """Those of one compilation; None for one that nobody has asked for.
+    """Those of one compilation; None for one that nobody has asked for. The trace is always there.
 
     Attributes:
         record: of the compilation.
@@ -32,13 +35,15 @@ class Observers:
     dump: Dump | None = None
     numeric: NumericCheck | None = None
     album: Album | None = None
+    _lowered: bool = False
 
     @classmethod
-    def of(cls, record: Compilation, *, draws: bool) -> Observers:
+    def of(cls, record: Compilation, inputs: Sequence[Any], *, draws: bool) -> Observers:
         """Those that the options ask for.
 
         Args:
             record: its options and `training` are read.
+            inputs: those of the graph.
             draws: pictures are wanted; a dump has them anyway.
 
         Raises:
@@ -48,7 +53,7 @@ class Observers:
         if options.disable:
             return made
         if options.dump is not None:
-            made.dump = Dump.claim(options.dump)
+            made.dump = Dump.claim(options.dump, inputs, options)
         if record.training:
             return made
         if options.verify == "numeric":
@@ -64,11 +69,26 @@ class Observers:
 
     def see(self, stage: str, graph: fx.Graph) -> None:
         """Look at the graph "before" the passes, or after the one of that name."""
-        for observer in (self.album, self.dump, self.numeric):
-            if observer is not None:
-                observer.see(stage, graph)
-        if stage == "lower" and self.dump is not None and self.album is not None:
+        state = self._state(stage)
+        trace_graph(state, graph)
+        if self.album is not None and state in ("before", "after"):
+            self.album.see(stage, graph)
+        if self.dump is not None:
+            self.dump.see(stage, graph, state)
+        if self.numeric is not None:
+            self.numeric.see(stage, graph)
+        if stage == LowerPass.name and self.dump is not None and self.album is not None:
             self.dump.draw(self.album.pictures(self.record))  # even if what comes next should fail
+
+    def _state(self, stage: str) -> str:
+        """What a graph is: "before" the passes, "after" one that rewrites it, "lowered", or ""."""
+        if stage == "before":
+            self._lowered = False
+            return stage
+        self._lowered |= stage == LowerPass.name
+        if not self._lowered:
+            return "after"
+        return "lowered" if stage == CleanupPass.name else ""
 
     def around(self, inner_compile: Callable[..., Any]) -> Callable[..., Any]:
         """Code generation whose artefacts make the numeric check, where one is wanted."""
@@ -79,10 +99,16 @@ class Observers:
         if self.album is not None:
             self.record.pictures = self.album.pictures(self.record)
 
-    def finish(self) -> None:
-        """Write what there is to say of a compilation that has ended, and later of its check."""
-        if self.dump is None:
+    def finish(self, codes: Sequence[str]) -> None:
+        """Say what there is to say of a compilation that has ended, and later of its check.
+
+        Args:
+            codes: what Inductor generated.
+        """
+        trace_report(self.record)
+        dump = self.dump
+        if dump is None:
             return
-        self.dump.finish(self.record)
+        dump.finish(self.record, codes)
         if self.numeric is not None:
-            self.numeric.done = self.finish
+            self.numeric.done = lambda: dump.finish(self.record, codes)

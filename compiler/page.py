@@ -86,12 +86,13 @@ def _verdict(graph: dict[str, Any]) -> str:
         return f"Plain Inductor, as disable is set ({PREFIX}DISABLE)."
     if graph["training"]:
         return "Compiled for training, as an input requires a gradient: the passes did not run."
-    if graph["cached"]:
-        return "The artefact came from Inductor's cache; the passes did not run."
+    cached = "The artefact came from Inductor's cache; the passes did not run"
+    if graph["cached"] and not graph.get("before"):
+        return f"{cached}; {graph['origin']}."
     done = sum(site["rewritten"] for site in graph["sites"])
-    if not graph["sites"]:
-        return "No attention was found."
-    return f"{done} of {len(graph['sites'])} attention sites rewritten."
+    found = f"{done} of {len(graph['sites'])} attention sites rewritten"
+    found = found if graph["sites"] else "No attention was found"
+    return f"{found}; {graph['origin']}. {cached}." if graph["cached"] else f"{found}."
 
 
 def _text(which: str, text: str) -> Markup:

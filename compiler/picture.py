@@ -66,11 +66,10 @@ class Album:
     taken: dict[str, Sketch] = field(default_factory=dict)
 
     def see(self, stage: str, graph: fx.Graph) -> None:
-        """Remember the graph "before" the passes, and after "cascade" and "blend"."""
+        """Remember the graph "before" the passes, and after each that rewrites it."""
         if stage == "before":
             self.taken.clear()
-        if stage in ("before", "cascade", "blend"):
-            self.taken[stage] = _guarded(sketch, graph)
+        self.taken[stage] = _guarded(sketch, graph)
 
     def pictures(self, record: Compilation) -> Pictures | None:
         """Those of a compilation that has ended; None where there is nothing to draw.
@@ -85,11 +84,14 @@ class Album:
 
     def _drawn(self, record: Compilation) -> Pictures | None:
         before = self.taken.get("before", ())
-        last = self.taken.get("blend") or self.taken.get("cascade") or ()
         if not before or not (record.sites or record.blend):
             return None
-        if self.taken.get("blend") and record.blend is not None and record.blend.reused:
-            last = with_rows(last, self.taken.get("cascade", before))
+        stages = list(self.taken)
+        last = self.taken[stages[-1]] if len(stages) > 1 else ()
+        if "blend" in stages and record.blend is not None and record.blend.reused:
+            earlier = self.taken[stages[stages.index("blend") - 1]]
+            parts = {v.name: v.part for v in with_rows(self.taken["blend"], earlier)}
+            last = tuple(replace(v, part=parts.get(v.name, v.part)) for v in last)
         before = with_sites(before, record.sites, self.taken.get("cascade", before))
         return Pictures(_drawable(before), _drawable(with_sites(last, record.sites)))
 

@@ -168,7 +168,9 @@ class Compilation:
             asked for, or there is no attention).
         seconds: time of each pass.
         total_seconds: time of the whole compilation, passes included (0 until it ended).
-        cached: the passes did not run: Inductor found the whole artefact in its cache.
+        cached: the passes did not run: Inductor found the whole artefact in its cache. What they
+            found is then that of the cold compilation, if its record was kept.
+        origin: of a cached one where that record is from, or why there is none; else "".
         training: the graph is compiled for training, so the passes did not run.
         options: what was asked for, variables included.
         compile_id: Dynamo's name of the compilation, "0/0" ("" outside of Dynamo).
@@ -182,6 +184,7 @@ class Compilation:
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
     cached: bool = False
+    origin: str = ""
     training: bool = False
     options: Options = field(default_factory=Options)
     compile_id: str = ""
@@ -190,6 +193,11 @@ class Compilation:
     def rewritten(self) -> int:
         """Number of sites that were rewritten."""
         return sum(site.rewritten for site in self.sites)
+
+    @property
+    def unknown(self) -> bool:
+        """True iff the artefact came from a cache, and no record of its cold compilation."""
+        return self.cached and not self.before
 
     @property
     def idle(self) -> bool:

@@ -9,7 +9,9 @@ The JSON of a report, version 1; "?" marks what may be null:
     rewritten        how many of them were rewritten
     graphs           list, in the order of compilation:
         id           Dynamo's compile id, "0/0"
-        cached       true: the artefact came from Inductor's cache; the passes did not run
+        cached       true: the artefact came from Inductor's cache; the passes did not run, and
+                     sites, blend, before and after are those of the cold compile
+        origin       "from the cold compile of DATE", or why that is not known; "" if not cached
         training     true: compiled for training; the passes did not run
         options      every option by name, as a user would write it
         seconds      of each pass by name, and "total" of the whole compilation
@@ -37,6 +39,11 @@ The JSON of a report, version 1; "?" marks what may be null:
             decision?, declined?   as of a site
         before       graph text before the passes ("" if the passes did not run)
         after        graph text after it
+
+In the `report.json` of a dump, graphs have no before and after, which are files, but
+
+        folder       name of the folder of their files
+        notes        list: what could not be written, and why
 
 Later versions may add keys; a change of those above raises the version.
 """
@@ -182,6 +189,7 @@ def graph_object(record: Compilation, *, with_text: bool = True) -> dict[str, An
     return {
         "id": record.compile_id,
         "cached": record.cached,
+        "origin": record.origin,
         "training": record.training,
         "options": written(record.options),
         "seconds": {**record.seconds, "total": record.total_seconds},

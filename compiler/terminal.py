@@ -59,6 +59,8 @@ def renderables(report: Report, *, diff: bool = False) -> Iterator[RenderableTyp
     for graph in content["graphs"]:
         if len(content["graphs"]) > 1:
             yield Rule(f"graph {graph['id']}", style="dim")
+        if graph["cached"]:
+            yield Text(f"The artefact came from Inductor's cache; {graph['origin']}", style="dim")
         yield from _graph(graph)
         if diff and graph["before"] != graph["after"]:
             yield Text("\nWhat changed in the graph", style="bold")

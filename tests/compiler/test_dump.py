@@ -19,7 +19,11 @@ from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.layers import arrange
 from torch_cascade.compiler.record import Compilation
 
-ALL = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json", "section.html"}
+PASSES = ("01.cascade", "02.blend", "03.lower")
+TEXTS = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json", "section.html"}
+RUNNABLE = {f"{n}.{when}.py" for n in PASSES for when in ("before", "after")} | {"repro.py"}
+ALL = TEXTS | RUNNABLE
+REPORTS = {"index.md", "report.json", "report.html"}
 
 
 def run(fn, folder, args=None, **options):
@@ -39,7 +43,7 @@ def names(folder):
 def test_what_is_written(tmp_path):
     folder = tmp_path / "deep" / "dump"
     record = run(attention, folder)
-    assert names(folder) == {"000", "report.json", "report.html"} and names(folder / "000") == ALL
+    assert names(folder) == {"000"} | REPORTS and names(folder / "000") == ALL
     assert (folder / "000/before.txt").read_text() == record.before + "\n"
     assert (folder / "000/after.txt").read_text() == record.after + "\n"
     lowered = (folder / "000/lowered.txt").read_text()
@@ -48,7 +52,9 @@ def test_what_is_written(tmp_path):
     (graph,) = content["graphs"]
     assert (content["version"], content["sites"], content["rewritten"]) == (1, 1, 1)
     assert graph == json.loads((folder / "000/graph.json").read_text())
-    assert graph["folder"] == "000" and not {"before", "after"} & {*graph}
+    of_report = {*json.loads(torch_cascade.last_report().to_json())["graphs"][-1]}
+    assert {*graph} == of_report - {"before", "after"} | {"folder", "notes"}
+    assert graph["folder"] == "000" and graph["notes"] == ["Inductor handed out no generated code"]
     assert graph["options"]["dump"] == str(folder)
 
 
@@ -63,7 +69,7 @@ def test_every_graph_has_a_number_and_numbers_go_on(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.setenv("TORCH_CASCADE_DUMP", str(tmp_path))
     torch_cascade.explain(broken, *inputs())
-    assert names(tmp_path) == {"007", "008", "009", "notes.txt", "report.json", "report.html"}
+    assert names(tmp_path) == {"007", "008", "009", "notes.txt"} | REPORTS
     assert names(tmp_path / "007") == set() and names(tmp_path / "009") == ALL - {"graph.svg"}
     torch_cascade.explain(unshared, *inputs())
     content = json.loads((tmp_path / "report.json").read_text())
