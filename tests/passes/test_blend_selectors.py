@@ -129,6 +129,24 @@ def test_chunk_heads():
     assert chunk_offsets(repeated)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 0, 1]
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_chunk_heads_are_those_whose_reuse_is_wrong(kind):
+    """The first chunk of a prompt is exact up to rounding, and so is one behind its own context."""
+    chunks = torch.tensor([[0] * 4 + [-1] * 2 + [1] * 3 + [2] * 4] * 2)
+    known = layer(chunks=chunks, fresh_rows=torch.tensor([[4, 5, 12]] * 2))
+    for n, exact in ((0, chunks[0] == 0), (1, chunks[1] != 1)):
+        known.v_cached[n][:, exact] = known.v[n][:, exact].to(kind).float()
+    assert chosen(known, 7, "heads") == [[4, 5, 6, 7, 9, 10, 12], [0, 4, 5, 6, 7, 8, 12]]
+
+
+def test_chunk_heads_where_an_earlier_check_kept_few():
+    known = layer(batch=1)
+    known.v_cached[:, :, :5] = known.v[:, :, :5]
+    kept = torch.tensor([[1, 2, 3, 6, 7, 11, 12]])
+    few = replace(known, k=known.k[:, :, kept[0]], v=known.v[:, :, kept[0]], kept=kept)
+    assert chosen(few, 4, "heads") == [[6, 7, 11, 12]]
+
+
 def test_random_is_the_same_every_time_and_uniform():
     known = layer(length=2001, batch=1, chunks=None)
     rows = chosen(known, 402, "random")
