@@ -149,8 +149,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.ALL_TOKENS: Explanation(
         "Results are asked for tokens that a blend does not compute. This is an error.",
-        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`. A "
-        "graph break makes all that goes on behind it a result, too.",
+        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`, or "
+        "write `hidden[:, -1:]`; for tokens elsewhere `hidden[:, index]` with an index that is "
+        "given. A graph break makes all that goes on behind it a result, too.",
     ),
     Reason.CHECK_LAYER: Explanation(
         "The graph has no such layer as `check_layers` names.",

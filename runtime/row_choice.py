@@ -26,6 +26,7 @@ class Layer:
         k_cached, v_cached: [N, H, L, D].
         fresh_rows, chunks: as in `reuse_kv`.
         kept: int64 [N, K], ascending: which tokens the rows are; None for all.
+        wanted: int64 [N, n], tokens that results are asked of, beside the last ones.
     """
 
     k: Tensor
@@ -35,6 +36,7 @@ class Layer:
     fresh_rows: Tensor
     chunks: Tensor | None = None
     kept: Tensor | None = None
+    wanted: Tensor | None = None
 
     def facts(self, attention: Callable[[], Tensor]) -> Facts:
         """What selectors are told; `attention` is over all L keys."""
@@ -57,8 +59,8 @@ class Layer:
     def ranked(self, scores: Tensor, exits: int) -> Tensor:
         """Rows in the order in which they are to be recomputed, int64 [N, L], or [N, K].
 
-        Fresh tokens and the last `exits` come first, padding (no chunk, not fresh) last; NaN counts
-        as the largest score. Equal scores keep the order of the tokens.
+        Fresh and wanted tokens and the last `exits` come first, padding (no chunk, not fresh) last;
+        NaN counts as the largest score. Equal scores keep the order of the tokens.
         """
         top = torch.finfo(scores.dtype).max
         scores = torch.nan_to_num(scores, nan=top, posinf=top, neginf=-top)
@@ -66,6 +68,8 @@ class Layer:
             scores = scores.masked_fill(self._kept(self.chunks) < 0, -torch.inf)
         positions = self.positions()
         forced = torch.zeros_like(positions, dtype=torch.bool).scatter(1, self.fresh_rows, True)
+        if self.wanted is not None:
+            forced = forced.scatter(1, self.wanted, True)
         forced = forced | (positions >= positions.shape[1] - exits)
         scores = scores.masked_fill(self._kept(forced), torch.inf)
         return scores.sort(dim=1, descending=True, stable=True).indices
@@ -91,9 +95,9 @@ def choose_rows(
 
     Args:
         layer: its keys and values.
-        count: K, how many; not fewer than the fresh tokens and the exits.
+        count: K, how many; not fewer than the fresh and wanted tokens and the exits.
         exits: how many of the last tokens are asked for.
-        selector: gives the scores; None where only fresh tokens and exits are wanted.
+        selector: gives the scores; None where no others are taken.
         attention: see `Facts`, over all L keys.
 
     Returns:

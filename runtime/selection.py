@@ -123,7 +123,7 @@ SILENT = frozenset(BUILT_IN) - {"attention"}
 
 
 def _in_exact_chunk(facts: Facts) -> Tensor:
-    """bool [N, L]: the first token of its chunk deviates by rounding only.
+    """Bool [N, L]: the first token of its chunk deviates by rounding only.
 
     It sees the chunk's context and little else, so it deviates as soon as that is another one.
     """
