@@ -30,6 +30,7 @@ class Reason(enum.Enum):
     SCORES_USED = "scores-used"
     # Analysis: K and V.
     NO_SHARED_PREFIX = "no-shared-prefix"
+    OF_BLEND = "of-blend"
     KV_MISMATCH = "kv-mismatch"
     RANK = "rank"
     LAYOUT = "layout"
@@ -121,6 +122,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.NO_SHARED_PREFIX: Explanation(
         "Keys and values are not provably expanded from fewer rows inside the graph.",
         "Expand inside the compiled function, or use `SharedPrefixCache`.",
+    ),
+    Reason.OF_BLEND: Explanation(
+        "Its keys and values are those of a prompt of cached chunks, which the pass `blend` looks "
+        "after: what became of them is said where layers are reused.",
     ),
     Reason.KV_MISMATCH: Explanation(
         "Keys and values are put together differently.", "Build both in the same way."

@@ -20,8 +20,9 @@ from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
 from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
+from torch_cascade.passes.trace import TraceError
 from torch_cascade.runtime.row_choice import Layer, choose_rows, mean_attention
-from torch_cascade.runtime.selection import Selector, SelectorError
+from torch_cascade.runtime.selection import EXPECTED, Selector, SelectorError, selector_name
 
 aten = torch.ops.aten
 
@@ -117,7 +118,10 @@ def _chosen(
         choice = replace(choice, is_causal=asked.is_causal, scale=asked.scale, flat=asked.flat)
     emit = Emitter(anchor)
     counts = emit.size(stage.count), emit.size(plan.exits.last)
-    index, places = inliner.inline(Call(choice, (layer, tensors, *counts)), anchor)
+    try:
+        index, places = inliner.inline(Call(choice, (layer, tensors, *counts)), anchor)
+    except TraceError as error:
+        raise SelectorError(f"selector {selector_name(selector)}: {error}. {EXPECTED}") from error
     return index, places
 
 

@@ -12,7 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torch_cascade.runtime.selection import Facts, Selector, SelectorError, selector_name
+from torch_cascade.runtime.selection import (
+    EXPECTED,
+    Facts,
+    Selector,
+    SelectorError,
+    selector_name,
+)
 
 Size = int | torch.SymInt
 
@@ -121,16 +127,26 @@ def _scores(selector: Selector, facts: Facts) -> Tensor:
     name = selector_name(selector)
     try:
         scores = selector(facts)
+        wrong = _wrong(scores, facts.v_deviation)
     except Exception as error:
-        raise SelectorError(f"selector {name}: {type(error).__name__}: {error}") from error
-    wanted = facts.v_deviation
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        kind = type(error).__name__
+        raise SelectorError(f"selector {name}: {kind}: {said}. {EXPECTED}") from error
+    if wrong:
+        raise SelectorError(f"selector {name}: expected {wrong}")
+    return scores
+
+
+def _wrong(scores: object, wanted: Tensor) -> str:
+    """What is expected of scores, and what they are instead; "" where they are right."""
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-        raise SelectorError(f"selector {name}: expected floating scores, got {got}")
+        return f"floating scores, got {got}"
+    if scores.device != wanted.device:
+        return f"scores on {wanted.device}, got {scores.device}"
     if tuple(scores.shape) != tuple(wanted.shape):
-        sizes = f"{list(wanted.shape)}, got {list(scores.shape)}"
-        raise SelectorError(f"selector {name}: expected scores {sizes}")
-    return scores
+        return f"scores {list(wanted.shape)}, got {list(scores.shape)}"
+    return ""
 
 
 def chunk_offsets(chunks: Tensor) -> Tensor:

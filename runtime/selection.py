@@ -14,6 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+EXPECTED = (
+    "A selector is traced into the compiled graph: expected plain torch code on the tensors of its "
+    "facts, which neither reads their values (`item`, `tolist`, `numpy`, `if`, sizes that depend "
+    "on them) nor takes tensors from elsewhere"
+)
+
 
 class SelectorError(ValueError):
     """A selector of the user's raised, or gave something else than scores."""
