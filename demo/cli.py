@@ -16,6 +16,7 @@ from torch_cascade.demo.errors import DemoError
 
 NEEDED = ("transformers", "safetensors", "rich")
 NEEDED_TO_UNPACK = ("accelerate", "gguf")  # only for the packaged model
+BRANCHES = 8
 BACKEND = "cascade"
 STOCK_BACKEND = "inductor"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the demonstration."""
     count = _at_least(1)
     parser.add_argument("--model", metavar="DIR", help="a transformers causal language model")
-    parser.add_argument("--branches", type=count, default=8, help="continuations (default: 8)")
+    parser.add_argument("--branches", type=count, help=f"continuations (default: {BRANCHES})")
     parser.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
     parser.add_argument("--prompt-tokens", type=_at_least(2), help="cut or repeat it to so many")
     parser.add_argument(
@@ -82,6 +83,7 @@ def _check_installed(names: Sequence[str]) -> None:
 def _check_together(arguments: argparse.Namespace) -> None:
     """Options that say nothing in the mode that was asked for are mistakes."""
     given = {
+        "--branches": arguments.rag and arguments.branches is not None,
         "--prompt-file": arguments.rag and arguments.prompt_file is not None,
         "--prompt-tokens": arguments.rag and arguments.prompt_tokens is not None,
         "--ratio": not arguments.rag and arguments.ratio is not None,
@@ -148,6 +150,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from torch_cascade.runtime.prefix_cache import cache_argument
 
     console = Console()
+    arguments.branches = arguments.branches or BRANCHES
     lm, tokenizer, about = _load(console, arguments)
     with console.status("reading the prompt"):
         ids = prompt.build(tokenizer, arguments.prompt_file, arguments.prompt_tokens).to(lm.device)

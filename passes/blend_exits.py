@@ -20,6 +20,7 @@ from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.token_axis import Demand
 from torch_cascade.passes.token_frontier import CONTRACTIONS, Frontier, reuse_kv
 from torch_cascade.passes.token_rows import Rows
+from torch_cascade.passes.token_rules import without_rule
 
 aten = torch.ops.aten
 
@@ -106,6 +107,9 @@ def find_exits(
         check: the first check layer's marker; None for none.
         sizes: facts about the sizes.
     """
+    shared = next((n for n in graph.nodes if n in frontier.below and _is_collective(n)), None)
+    if shared is not None:  # it is impure, but no result of the graph
+        return Declined(Reason.NO_TOKEN_RULE, shared.name, without_rule(shared.target))
     walk = _Walk(site, frontier, check, sizes)
     for root in _roots(graph):
         declined = walk.from_root(root)
@@ -115,6 +119,10 @@ def find_exits(
     tokens = tuple(x for x in found if isinstance(x, Exit))
     picked = tuple(x for x in found if isinstance(x, Picked))
     return Exits(tokens, picked, tuple(walk.markers))
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _roots(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -287,6 +287,7 @@ def test_a_question_about_cached_documents(folder, tmp_path, capsys, interpreted
     ("options", "message"),
     [
         (("--rag", "--prompt-tokens", "30"), "--prompt-tokens goes not with --rag"),
+        (("--rag", "--branches", "2"), "--branches goes not with --rag"),
         (("--ratio", "0.2"), "--ratio needs --rag"),
         (("--rag", "--ratio", "1.5"), "--ratio: "),
     ],

@@ -9,7 +9,9 @@ from support.blend_models import blended, full, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from torch_cascade import explain, reuse_kv
@@ -21,7 +23,6 @@ from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import blend, blend_emit
 from torch_cascade.passes.blend import BlendPass
-from torch_cascade.passes.token_registry import rule_of
 
 
 def assert_declined(model, args, reason, detail="", **options):
@@ -215,10 +216,28 @@ def test_the_same_above_the_check_layer_is_no_matter():
     assert record.declined is None
 
 
-def test_a_model_in_shards_is_declined():
+@pytest.fixture
+def group():
+    """Two ranks of which there is one: collectives give back what they are given."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_in_shards_is_declined(group):
     """Ranks that hold some heads each would choose rows of their own; their sum would mix rows."""
-    assert rule_of(torch.ops._c10d_functional.all_reduce.default) is None
-    assert rule_of(torch.ops._c10d_functional.wait_tensor.default) is None
+
+    def between(x, layer):
+        return functional_collectives.all_reduce(x, "sum", group)
+
+    x, cached, fresh = inputs()
+    got, record = compiled(Plain(), x, cached, fresh, None, between)
+    assert record.declined.reason is Reason.NO_TOKEN_RULE
+    assert "would choose rows of their own" in record.declined.detail
+    with torch.no_grad():
+        torch.testing.assert_close(got, Plain()(x, cached, fresh, None, between))
+    _, above = compiled(Plain(), x, cached, fresh, None, lambda x, n: x if n else between(x, n))
+    assert above.declined is None
 
 
 def test_grouped_experts():
