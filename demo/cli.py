@@ -26,11 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the demonstration."""
     count = _at_least(1)
     parser.add_argument("--model", metavar="DIR", help="a transformers causal language model")
-    parser.add_argument("--branches", type=count, help=f"continuations (default: {BRANCHES})")
-    parser.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
-    parser.add_argument("--prompt-tokens", type=_at_least(2), help="cut or repeat it to so many")
     parser.add_argument(
         "--new-tokens",
+        metavar="N",
         type=_at_least(8),
         default=32,
         help="tokens to add, at least 8 (default: 32)",
@@ -39,14 +37,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere"
     )
-    parser.add_argument("--layers", type=count, help="keep only the first layers: a quick run")
     parser.add_argument(
-        "--rag", action="store_true", help="answer from cached documents instead of branching"
-    )
-    parser.add_argument(
-        "--ratio", metavar="R", help="with --rag: share of their tokens to recompute (0.15)"
+        "--layers", metavar="N", type=count, help="keep only the first layers: a quick run"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    one = parser.add_argument_group("continuations of one prompt, side by side (default)")
+    one.add_argument(
+        "--branches", metavar="N", type=count, help=f"continuations (default: {BRANCHES})"
+    )
+    one.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
+    one.add_argument(
+        "--prompt-tokens", metavar="N", type=_at_least(2), help="cut or repeat it to so many"
+    )
+    rag = parser.add_argument_group("a question about cached documents, read in full and blended")
+    rag.add_argument("--rag", action="store_true", help="do this instead")
+    rag.add_argument(
+        "--ratio", metavar="R", help="share of their tokens to recompute, 0 to 1 (default: 0.15)"
+    )
 
 
 def _at_least(least: int) -> Any:
