@@ -8,7 +8,7 @@ other side once. Nothing is specialised; the other sizes are taken as they are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -24,7 +24,7 @@ from torch_cascade.compiler.graph import Size, Sizes
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.price import Price
 from torch_cascade.compiler.report import Reason
-from torch_cascade.compiler.work import KeyRun, Work
+from torch_cascade.compiler.work import Work
 
 # What a size that is known only at run time is taken for.
 UNKNOWN = 1024
@@ -74,16 +74,18 @@ class Facts:
     def with_prefix(self, length: int) -> Facts:
         """The same with another length of the segment that most rows share."""
         runs = list(self.work.runs)
-        runs[self.level] = KeyRun(runs[self.level].rows, length)
-        return priced(replace(self.work, runs=tuple(runs)), self.device)
+        runs[self.level] = replace(runs[self.level], length=length)
+        return priced(self.work.with_runs(tuple(runs)), self.device)
 
     def with_branches(self, branches: int) -> Facts:
         """The same with as many branches for each row of the last shared level."""
         work = self.work
         rows = max(run.rows for run in work.runs if run.rows < work.batch)
         batch = rows * branches
-        runs = tuple(KeyRun(batch if r.rows == work.batch else r.rows, r.length) for r in work.runs)
-        return priced(replace(work, batch=batch, runs=runs), self.device)
+        runs = tuple(
+            replace(run, rows=batch) if run.rows == work.batch else run for run in work.runs
+        )
+        return priced(replace(work.with_runs(runs), batch=batch), self.device)
 
     def break_even(self) -> dict[str, int | None]:
         """The prefix and the number of branches nearest to these at which the decision turns."""
@@ -172,6 +174,19 @@ def decide(work: Work, sizes: Sizes, options: Options) -> Decision:
     if options.decide != "auto" or not symbols:
         return decision
     return _guarded(decision, work, sizes, options)
+
+
+def cheapest(works: Sequence[Work], sizes: Sizes, options: Options) -> int:
+    """Which of several cascades of one attention takes the least time; the first of equals.
+
+    Decided on the sizes of the call being compiled and never guarded: all are right. Not on a CPU:
+    there the copy that joins keys took 4 times as long as all that it saved (measured).
+    """
+    if options.decide != "auto" or len(works) == 1 or works[0].device.type == "cpu":
+        return 0
+    device = device_for(works[0].device, options.calibration)
+    times = [cost.cascade(work.at(_Numbers(sizes, {})), device).seconds for work in works]
+    return times.index(min(times))
 
 
 def _chosen(now: Facts, options: Options) -> Decision:
