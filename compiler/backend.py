@@ -32,7 +32,8 @@ _TO_COMPUTE_ALL = (
 class CascadeError(RuntimeError):
     """A graph that asks a blend for tokens it does not compute.
 
-    With `strict=1` also: a graph in which nothing was rewritten, or a pass that failed.
+    With `strict=1` also: a graph in which nothing was rewritten, a pass that failed, or a result
+    that `verify=numeric` found wrong, or could not check.
     """
 
 

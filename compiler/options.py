@@ -111,8 +111,7 @@ class Options:
         default=None,
         metadata=_about(
             values.levels,
-            "the most levels of a cascade, the branches' own keys counted; what else is shared is "
-            "read by every branch for itself",
+            "the most levels of a cascade, the branches' own keys counted (unset: all there are)",
             in_code=True,
         ),
     )
@@ -153,17 +152,15 @@ class Options:
         default=False,
         metadata=_about(
             boolean,
-            "`1`: an error where nothing was rewritten, a pass failed, or `verify=numeric` finds a "
-            "wrong result",
+            "`1`: an error where nothing was rewritten, a pass failed, or a result is wrong",
         ),
     )
     verify: Verify = field(
         default=False,
         metadata=_about(
             values.verify,
-            "`1`: check the graph's invariants after every pass; `numeric`: also compare every "
-            "rewritten attention with the original, in the first call, by its error against "
-            "float64",
+            "`1`: check the graph after every pass; `numeric`: and in the first call every "
+            "rewritten attention, by its error against float64",
         ),
     )
     dump: Path | None = field(

@@ -43,7 +43,7 @@ class Pass(ABC):
 
     `before` and `after` name the passes between which it must stand
     (`compiler.pass_registry.register_pass` has more). `keeps_strides` is False where nodes that it
-    leaves alone may read values of other strides than before; results of the graph never may.
+    leaves alone, results included, may read values of other strides than before.
     """
 
     name: ClassVar[str]

@@ -123,14 +123,27 @@ def device_type(node: fx.Node) -> str:
 
 
 def _dense(marker: fx.Node, which: int, sizes: Sizes) -> fx.Node:
-    """The fresh k or v of a `reuse_kv`, copied only if it lies otherwise than the result."""
+    """The fresh k or v of a `reuse_kv`: copied if it lies otherwise, or is a graph input's memory.
+
+    What the op yields may be a result of the graph, and results are not to be inputs.
+    """
     fresh, result = marker.args[which], value(marker)[which]
     assert isinstance(fresh, fx.Node)
     pairs = zip(tensor(fresh).stride(), result.stride(), strict=True)
-    if all(sizes.equal(size_expr(have), size_expr(want)) for have, want in pairs):
+    lies_so = all(sizes.equal(size_expr(have), size_expr(want)) for have, want in pairs)
+    if lies_so and not _is_input(fresh):
         return fresh
     layout = torch.contiguous_format
     return Emitter(marker).call(aten.clone.default, fresh, memory_format=layout)
+
+
+def _is_input(node: fx.Node) -> bool:
+    """True for a graph input, and for a view of one."""
+    while isinstance(node.target, torch._ops.OpOverload):
+        if not any(argument.alias_info for argument in node.target._schema.arguments):
+            return False
+        (node, *_) = node.all_input_nodes
+    return node.op == "placeholder"
 
 
 def _warn_of_variance(targets: Mapping[str, Target], asked: bool) -> None:

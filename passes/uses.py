@@ -55,7 +55,7 @@ class Uses:
         Args:
             graph: the graph.
             after: name of the pass that just ran, for the message.
-            strides: whether nodes must read the same strides; results of the graph always must.
+            strides: whether they must be the same, too.
 
         Raises:
             GraphError: naming the reader, what it read before and what it reads now.
@@ -71,7 +71,7 @@ class Uses:
                 continue  # made or edited by the pass: what it yields is checked by its metadata
             for old, new in zip(old_read, read, strict=True):
                 compared = self.values.get(old), now.values.get(new)
-                problem = _values_differ(*compared, sizes, strides or is_result)
+                problem = _values_differ(*compared, sizes, strides)
                 if not problem and (is_result or new is not old):
                     problem = _memory_differs(self.aliases.get(old), now.aliases.get(new))
                 if problem:
