@@ -20,7 +20,7 @@ from torch_cascade.benchmarks.strategies import (
     is_shared,
     is_view,
 )
-from torch_cascade.compiler.decide import Facts, priced
+from torch_cascade.compiler.decide import Facts, cheapest_of, priced
 from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.work import KeyRun, Work
 
@@ -73,9 +73,10 @@ def ways_of(shape: Shape, device: Device) -> dict[str, Work]:
 
 def model(shape: Shape, device: Device) -> str:
     """`decide=auto`."""
-    facts = {name: priced(work, device) for name, work in ways_of(shape, device).items()}
-    best = min(facts, key=lambda name: facts[name].cascade.seconds)
-    return best if facts[best].pays else NAIVE
+    ways = ways_of(shape, device)
+    names, works = list(ways), list(ways.values())
+    chosen = cheapest_of(works, device)
+    return names[chosen] if priced(works[chosen], device).pays else NAIVE
 
 
 def always(shape: Shape, device: Device) -> bool:

@@ -61,6 +61,12 @@ class Work:
     own: Size | None = None
 
     @property
+    def own_keys(self) -> Size:
+        """Keys that every batch row reads for itself."""
+        runs = (run.length for run in self.runs if run.rows == self.batch)
+        return sum(runs, sympy.Integer(0))
+
+    @property
     def own_tokens(self) -> Size:
         """KV tokens of all segments as the graph has them, before any join."""
         if self.own is not None:

@@ -197,7 +197,7 @@ def attend_math(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """[R, H, n, m] times [R, H, m, p]; with symbolic sizes torch 2.11's `matmul` specialises them."""
+    """[R, H, n, m] times [R, H, m, p]; the `matmul` of torch 2.11 specialises symbolic sizes."""
     rows, heads, n, p = a.size(0), a.size(1), a.size(2), b.size(3)
     return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).view(rows, heads, n, p)
 
