@@ -10,6 +10,7 @@ from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_cascade.compiler.chosen import chosen_tokens
     from torch_cascade.compiler.explain import explain, last_report
     from torch_cascade.compiler.options import Options
     from torch_cascade.compiler.pass_base import Pass
@@ -33,6 +34,7 @@ __all__ = [
     "Pass",
     "Report",
     "SharedPrefixCache",
+    "chosen_tokens",
     "explain",
     "last_report",
     "register_pass",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "chosen_tokens": "compiler.chosen",
     "explain": "compiler.explain",
     "last_report": "compiler.explain",
     "BlendCache": "runtime.blend_cache",

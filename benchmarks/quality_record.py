@@ -153,7 +153,8 @@ def _panel(axes: Any, made: Quality, kind: str) -> None:
     lines = [x for x in made.lines if x.kind == kind]
     names = [x for x in dict.fromkeys(y.arm for y in lines) if x not in (REUSE, FULL)]
     for index, name in enumerate(names):
-        points = [(float(Fraction(x.ratio)), bootstrap.mean(x.kl)) for x in lines if x.arm == name]
+        mine = sorted((x for x in lines if x.arm == name), key=lambda x: Fraction(x.ratio))
+        points = [(float(Fraction(x.ratio)), bootstrap.mean(x.kl)) for x in mine]
         at = [ratio for ratio, _ in points]
         middle = [x.value for _, x in points]
         spread = [[x.value - x.low for _, x in points], [x.high - x.value for _, x in points]]

@@ -103,34 +103,38 @@ def compile_graph(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     from torch_cascade.compiler.capture_rules import builds_training_graph
+    from torch_cascade.compiler.cold_record import keep_or_recall
+    from torch_cascade.compiler.generated_code import capturing
+    from torch_cascade.compiler.observers import Observers
+    from torch_cascade.compiler.pipeline import Pipeline
     from torch_cascade.compiler.record import Compilation
 
     config: dict[str, Any] = dict(patches)
     begin = time.perf_counter()
-    record, dump, pipeline, numeric = Compilation(options=options), None, None, None
+    record, pipeline = Compilation(options=options), None
+    record.training = not options.disable and builds_training_graph(gm, example_inputs)
+    observers = Observers.of(record, example_inputs, draws=(journal or _journal()).draws)
     if not options.disable:
-        dump = _dump(options)
-        record.training = builds_training_graph(gm, example_inputs)
         record.sites = _capture(gm, example_inputs, options)
         record.seconds["capture"] = time.perf_counter() - begin
     if not (options.disable or record.training):
-        draws = (journal or _journal()).draws
-        numeric = _numeric(options, record)
-        pipeline = _pipeline(options, record, patches, _watch(record, dump, draws, numeric))
+        pipeline = Pipeline(options, record, _user_passes(patches), observers.see)
         config["joint_custom_pre_pass"] = pipeline
-        if options.strict or dump is not None or numeric is not None:
+        if options.strict or observers.need_passes:
             config["force_disable_caches"] = True  # a cached artefact would have nothing to say
-    inner_compile = inner_compile or compile_fx_inner
-    if numeric is not None:
-        inner_compile = numeric.around(inner_compile)
-    compiled = compile_fx(gm, example_inputs, config_patches=config, inner_compile=inner_compile)
-    record.cached = pipeline is not None and not pipeline.ran
+    inner_compile = observers.around(inner_compile or compile_fx_inner)
+    with capturing() as codes:
+        compiled = compile_fx(
+            gm, example_inputs, config_patches=config, inner_compile=inner_compile
+        )
+    observers.draw()
+    if pipeline is not None:
+        record.cached = not pipeline.ran
+        if not config.get("force_disable_caches"):
+            keep_or_recall(record, codes, pipeline.uuid())
     record.total_seconds = time.perf_counter() - begin
     (journal or _journal()).add(record)
-    if dump is not None:
-        dump.finish(record)
-        if numeric is not None:
-            numeric.done = lambda: dump.finish(record)
+    observers.finish(codes)
     _log(record)
     asks_too_much = _asks_too_much(record)
     if options.strict and not options.disable and record.idle:
@@ -142,66 +146,19 @@ def compile_graph(
 
 def _capture(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> list[Any]:
     """Raise the attention calls; the records of those that were not."""
+    from torch._dynamo.utils import dynamo_timed
+
     from torch_cascade.compiler.capture import capture
     from torch_cascade.compiler.record import SiteRecord
     from torch_cascade.compiler.report import Declined
     from torch_cascade.passes.failures import Failures
 
     failures = Failures(options.strict)
-    found = failures.guarded(None, capture, gm, example_inputs)
+    with dynamo_timed("cascade.capture"):
+        found = failures.guarded(None, capture, gm, example_inputs)
     failures.warn("capture")
     declined = [d for d in (found if isinstance(found, list) else [found]) if not d]
     return [SiteRecord(d.node, d.where, declined=d) for d in declined if isinstance(d, Declined)]
-
-
-def _pipeline(options: Options, record: Any, patches: Mapping[str, Any], watch: Any) -> Any:
-    from torch_cascade.compiler.pipeline import Pipeline
-
-    return Pipeline(options, record, _user_passes(patches), watch)
-
-
-def _watch(record: Any, dump: Any, draws: bool, numeric: Any) -> Any:
-    """What looks at the graph between the passes: for a picture, `dump`, `verify`; or None."""
-    lookers = [looker.see for looker in (dump, numeric) if looker is not None]
-    if not (draws or lookers):
-        return None
-
-    def watch(stage: str, graph: fx.Graph) -> None:
-        if draws and stage == "cascade":
-            record.picture = _drawn(graph)
-        for see in lookers:
-            see(stage, graph)
-
-    return watch
-
-
-def _numeric(options: Options, record: Any) -> Any:
-    """The check that the option `verify` wants in the first call; None for none."""
-    if options.verify != "numeric":
-        return None
-    from torch_cascade.compiler.numeric import NumericCheck
-
-    return NumericCheck(record, options.strict)
-
-
-def _drawn(graph: fx.Graph) -> str:
-    """A picture for the report; a report without one is better than no report."""
-    from torch_cascade.compiler.picture import picture
-
-    try:
-        return picture(graph) or ""
-    except Exception as error:
-        logger.warning("a graph could not be drawn; the report has no picture", exc_info=error)
-        return ""
-
-
-def _dump(options: Options) -> Any:
-    """Where the option `dump` wants this compilation written; None for nowhere."""
-    if options.dump is None:
-        return None
-    from torch_cascade.compiler.dump import Dump
-
-    return Dump.claim(options.dump)
 
 
 def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -216,10 +173,8 @@ def _user_passes(patches: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _log(record: Any) -> None:
     if record.cached:
-        logger.info(
-            "graph %s came from Inductor's cache: the passes did not run", record.compile_id
-        )
-        return
+        said = "graph %s came from Inductor's cache: the passes did not run; %s"
+        logger.info(said, record.compile_id, record.origin)
     found, name = len(record.sites), record.compile_id
     logger.info("graph %s: %d of %d attention sites rewritten", name, record.rewritten, found)
     blend = record.blend

@@ -33,7 +33,7 @@ def crossing(pays: Callable[[int], bool], at: int, least: int, most: int = MOST)
     side = pays(at)
     below = _other_side(pays, side, at, least, down=True)
     above = _other_side(pays, side, at, max(most, at), down=False)
-    found = [_bisected(pays, low, high) for low, high in (below, above) if low < high]
+    found = [bisected(pays, low, high) for low, high in (below, above) if low < high]
     return min(found, key=lambda size: abs(size - at), default=None)
 
 
@@ -50,7 +50,7 @@ def _other_side(
     return at, at
 
 
-def _bisected(pays: Callable[[int], bool], low: int, high: int) -> int:
+def bisected(pays: Callable[[int], bool], low: int, high: int) -> int:
     """The first size that is not on the side of `low`, which is another than that of `high`."""
     side = pays(low)
     while high - low > 1:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import fx, nn
+from torch import fx
 
-from torch_cascade.compiler.backend import cascade_backend, compile_graph, recent
+from torch_cascade.compiler.backend import compile_graph, recent
 from torch_cascade.compiler.journal import Journal
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.summary import Report
-
-# A call may be explained any number of times: this is no loop of recompilations.
-_NO_LIMIT = 2**30
+from torch_cascade.compiler.target import Target
 
 
 def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
@@ -53,7 +49,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
         >>> report.sites[0].segments[0].rows, report.sites[0].segments[0].branches
         ('0', '8')
     """
-    target = _unwrapped(fn)
+    target = Target.of(fn)
     options, patches = Options.resolve(target.options, target.mode)
     options = replace(options, strict=False)
     patches["force_disable_caches"] = True
@@ -63,12 +59,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
         stub = _interpreted
         return compile_graph(gm, inputs, options, patches, inner_compile=stub, journal=journal)
 
-    keywords: dict[str, Any] = {"backend": backend, "dynamic": target.dynamic}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        keywords["isolate_recompiles"] = True  # from torch 2.13: no effect on the user's own limit
-    limits = {"recompile_limit": _NO_LIMIT, "accumulated_recompile_limit": _NO_LIMIT}
-    with torch._dynamo.config.patch(limits):
-        torch.compile(target.fn, **keywords)(*args, **kwargs)
+    target.call(backend, args, kwargs)
     return Report(journal.records)
 
 
@@ -85,46 +76,6 @@ def last_report() -> Report:
         True
     """
     return Report(tuple(recent()))
-
-
-@dataclass(frozen=True)
-class _Target:
-    """What to compile, and what the user has already said about how."""
-
-    fn: Callable[..., Any]
-    options: dict[str, object] | None = None
-    mode: str | None = None
-    dynamic: bool | None = None
-
-
-def _unwrapped(fn: Callable[..., Any]) -> _Target:
-    """What to compile, with the options of the `torch.compile` around it."""
-    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
-
-    inner: Callable[..., Any] = fn  # torch.compile unwraps functions
-    outer: Any = fn
-    if isinstance(fn, OptimizedModule):
-        inner = fn._orig_mod
-    elif isinstance(fn, nn.Module) and getattr(fn, "_compiled_call_impl", None) is not None:
-        inner, outer = fn._call_impl, fn._compiled_call_impl  # after `module.compile()`
-    callback: Any = getattr(_context(outer), "callback", None)
-    backend = innermost_backend(callback) if callable(callback) else None
-    target = _Target(inner, dynamic=getattr(backend, "dynamic", None))
-    if getattr(backend, "compiler_fn", None) is not cascade_backend:
-        return target
-    given = getattr(backend, "kwargs", {})
-    return replace(target, options=given.get("options"), mode=given.get("mode"))
-
-
-def _context(compiled: Any) -> Any:
-    """Where Dynamo keeps what `torch.compile` was given; None for what it did not return."""
-    if isinstance(compiled, nn.Module):
-        return getattr(compiled, "dynamo_ctx", None)
-    # A compiled function has no attribute for it: only this method of it knows its context.
-    method = getattr(compiled, "get_compiler_config", None)
-    if not inspect.isfunction(method):
-        return None
-    return inspect.getclosurevars(method).nonlocals.get("self")
 
 
 def _interpreted(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:

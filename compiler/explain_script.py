@@ -11,12 +11,14 @@ from pathlib import Path
 from torch_cascade.compiler.backend import keeping_all
 from torch_cascade.compiler.explain import last_report
 from torch_cascade.compiler.summary import Report
+from torch_cascade.compiler.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
     parser.add_argument("--html", type=Path, metavar="FILE", help="the same as a page to look at")
+    parser.add_argument("--diff", action="store_true", help="also what changed in the graphs")
     parser.add_argument("script", type=Path, help="a Python program that compiles with cascade")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -35,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"script: expected a Python file, got {script}", file=sys.stderr)
         return 2
     report, status = _explained(script, arguments.arguments)
-    print(report)
+    show(report, diff=arguments.diff)
     try:
         _write(report, arguments.json, arguments.html)
     except OSError as error:

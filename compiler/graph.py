@@ -61,6 +61,8 @@ def size_expr(size: SizeLike | fx.Node) -> Size:
         size = cast("int | torch.SymInt", value(size))
     if isinstance(size, torch.SymInt):
         return size.node.expr
+    if type(size) is int:  # most sizes; sympify is several times slower
+        return sympy.Integer(size)
     return sympy.sympify(size)
 
 

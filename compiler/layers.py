@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import networkx as nx
 
-_LETTER, _HEIGHT, _GAP, _DROP = 7.3, 40.0, 24.0, 38.0
-_TOP, _LEFT = 110.0, 20.0  # a legend stands above
+_LETTER, _HEIGHT, _GAP, _DROP = 6.7, 40.0, 16.0, 30.0
+_WIDEST = 660.0  # what is wider goes on below
 _SWEEPS = 6
 
 N = TypeVar("N", bound=Hashable)
@@ -26,17 +26,22 @@ class Box:
     height: float
 
 
-def arrange(dag: nx.DiGraph, letters: Mapping[N, int]) -> dict[N, Box]:
-    """A box for every node, sources above what they feed, unconnected parts side by side.
+def arrange(dag: nx.DiGraph, letters: Mapping[N, int], top: float = 0.0) -> dict[N, Box]:
+    """A box for every node, sources above what they feed; unconnected parts in rows.
 
     Args:
         dag: the graph.
         letters: length of each node's text.
+        top: where the first boxes begin; the left end is 0.
     """
     boxes: dict[N, Box] = {}
-    left = _LEFT
-    for part in nx.weakly_connected_components(dag):
-        placed = _part(induced(dag, part), letters, left)
+    left, bottom = 0.0, top
+    for part in sorted(nx.weakly_connected_components(dag), key=len, reverse=True):
+        placed = _part(induced(dag, part), letters, left, top)
+        if left and max(box.x + box.width for box in placed.values()) > _WIDEST:
+            left, top = 0.0, bottom + _DROP
+            placed = _part(induced(dag, part), letters, left, top)
+        bottom = max(bottom, *(box.y + box.height for box in placed.values()))
         boxes.update(placed)
         left = max(box.x + box.width for box in placed.values()) + 2 * _GAP
     return boxes
@@ -56,17 +61,28 @@ def induced(dag: nx.DiGraph, nodes: Set[N]) -> nx.DiGraph:
     return part
 
 
-def _part(dag: nx.DiGraph, letters: Mapping[N, int], left: float) -> dict[N, Box]:
-    layers = _ordered(dag)
+def _part(dag: nx.DiGraph, letters: Mapping[N, int], left: float, top: float) -> dict[N, Box]:
     widths = {node: letters[node] * _LETTER + 16 for node in dag}
+    layers = [row for layer in _ordered(dag) for row in _broken(layer, widths)]
     spans = [sum(widths[n] for n in layer) + _GAP * (len(layer) - 1) for layer in layers]
     boxes: dict[N, Box] = {}
     for row, (layer, span) in enumerate(zip(layers, spans, strict=True)):
         x = left + (max(spans) - span) / 2
         for node in layer:
-            boxes[node] = Box(x, _TOP + row * (_HEIGHT + _DROP), widths[node], _HEIGHT)
+            boxes[node] = Box(x, top + row * (_HEIGHT + _DROP), widths[node], _HEIGHT)
             x += widths[node] + _GAP
     return boxes
+
+
+def _broken(layer: list[Any], widths: Mapping[Any, float]) -> list[list[Any]]:
+    """A layer in rows that are not too wide: no edge leads from one of its nodes to another."""
+    rows: list[list[Any]] = [[]]
+    for node in layer:
+        span = sum(widths[n] + _GAP for n in rows[-1])
+        if rows[-1] and span + widths[node] > _WIDEST:
+            rows.append([])
+        rows[-1].append(node)
+    return rows
 
 
 def _ordered(dag: nx.DiGraph) -> list[list[Any]]:

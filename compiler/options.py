@@ -165,7 +165,7 @@ class Options:
     )
     dump: Path | None = field(
         default=None,
-        metadata=_about(folder, "folder for before and after graphs and the report"),
+        metadata=_about(folder, "folder for graphs, programs that run them, and reports"),
     )
 
     @classmethod

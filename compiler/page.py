@@ -9,38 +9,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch_cascade.compiler.markup import Markup, folded, joined, scrolling, table, tag
+from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
 from torch_cascade.compiler.options import PREFIX
+from torch_cascade.compiler.page_blend import blend_section
 from torch_cascade.compiler.page_diff import diff_section
-from torch_cascade.compiler.page_sites import blend_section, sites_section
-from torch_cascade.compiler.page_style import STYLE
-
-_HEAD = Markup(
-    '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    # Even if some text were not escaped, nothing may run and nothing may be loaded.
-    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-    "style-src 'unsafe-inline'\">"
-    f"<title>torch_cascade report</title><style>{STYLE}</style></head>\n"
-)
+from torch_cascade.compiler.page_graph import pictures_section
+from torch_cascade.compiler.page_sites import sites_section
+from torch_cascade.compiler.page_style import document
+from torch_cascade.compiler.picture import Pictures
 
 
-def section(graph: dict[str, Any], name: str, drawn: str = "") -> Markup:
+def section(graph: dict[str, Any], name: str, pictures: Pictures | None = None) -> Markup:
     """The part of one graph.
 
     Args:
         graph: its object in the JSON of a report; without "before" there is no text of it.
         name: what links call it; unique in a page.
-        drawn: `compiler.picture.picture` of it, or "".
+        pictures: of it; None for none.
     """
     parts = [tag("h2", f"Graph {graph['id'] or name}"), tag("p", _verdict(graph))]
     if graph["blend"] is not None:
-        parts.append(blend_section(graph["blend"]))
-    parts.append(sites_section(graph["sites"]))
-    if drawn:
-        parts += [tag("h3", "Picture"), _picture(drawn)]
+        parts.append(blend_section(graph["blend"], graph.get("maps", [])))
+    parts.append(sites_section(graph["sites"], graph.get("maps", [])))
+    if pictures is not None:
+        parts += [tag("h3", "The graph before and after"), pictures_section(pictures, name)]
     if graph.get("before"):
-        parts += [tag("h3", "Before and after"), diff_section(graph["before"], graph["after"])]
+        parts += [
+            tag("h3", "What changed in its text"),
+            diff_section(graph["before"], graph["after"]),
+        ]
         parts += [_text("before", graph["before"]), _text("after", graph["after"])]
     parts += [_seconds(graph["seconds"]), _options(graph["options"])]
     return joined(tag("section", *parts, id=f"graph-{name}"), Markup("\n"))
@@ -64,7 +61,7 @@ def page(report: dict[str, Any], sections: Sequence[tuple[str, Markup]]) -> str:
         tag("nav", tag("ul", *links), aria_label="graphs"),
         *(part for _, part in sections),
     )
-    return _HEAD + tag("body", tag("main", *body)) + "</html>\n"
+    return document("torch_cascade report", tag("main", *body))
 
 
 def _headline(report: dict[str, Any]) -> str:
@@ -89,17 +86,13 @@ def _verdict(graph: dict[str, Any]) -> str:
         return f"Plain Inductor, as disable is set ({PREFIX}DISABLE)."
     if graph["training"]:
         return "Compiled for training, as an input requires a gradient: the passes did not run."
-    if graph["cached"]:
-        return "The artefact came from Inductor's cache; the passes did not run."
+    cached = "The artefact came from Inductor's cache; the passes did not run"
+    if graph["cached"] and not graph.get("before"):
+        return f"{cached}; {graph['origin']}."
     done = sum(site["rewritten"] for site in graph["sites"])
-    if not graph["sites"]:
-        return "No attention was found."
-    return f"{done} of {len(graph['sites'])} attention sites rewritten."
-
-
-def _picture(drawn: str) -> Markup:
-    inside = tag("div", Markup(drawn), class_="picture")
-    return scrolling(inside, "picture of the attentions; alike ones are drawn once")
+    found = f"{done} of {len(graph['sites'])} attention sites rewritten"
+    found = found if graph["sites"] else "No attention was found"
+    return f"{found}; {graph['origin']}. {cached}." if graph["cached"] else f"{found}."
 
 
 def _text(which: str, text: str) -> Markup:

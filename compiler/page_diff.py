@@ -38,14 +38,19 @@ def _rows(
         yield kind != "equal", left, right
 
 
-def diff_section(before: str, after: str) -> Markup:
+def changes(before: str, after: str) -> list[tuple[list[Row], int]]:
     """Every kind of change once, with the number of places: a model's layers are changed alike."""
     found = hunks(before, after)
-    if not found:
-        return tag("p", "The passes changed nothing in this graph.")
     kinds = [_kind(rows) for rows in found]
     counts = Counter(kinds)
-    shown = [(found[kinds.index(kind)], count) for kind, count in counts.items()]
+    return [(found[kinds.index(kind)], count) for kind, count in counts.items()]
+
+
+def diff_section(before: str, after: str) -> Markup:
+    """Every kind of change in two columns, one below the other where the window is narrow."""
+    shown = changes(before, after)
+    if not shown:
+        return tag("p", "The passes changed nothing in this graph.")
     return Markup("".join(_block(rows, count) for rows, count in shown))
 
 

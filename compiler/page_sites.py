@@ -1,4 +1,4 @@
-"""Sites, decisions, declines and blends of one graph, as parts of `report.html`.
+"""Sites, decisions and declines of one graph, as parts of `report.html`.
 
 All of it is made from the JSON of a report (`compiler.summary`), so that a graph another process
 wrote is shown like one of this.
@@ -6,61 +6,97 @@ wrote is shown like one of this.
 
 from __future__ import annotations
 
+import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from torch_cascade.compiler.blend_text import runs
 from torch_cascade.compiler.lines import binary
 from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
+from torch_cascade.compiler.page_map import map_section
 from torch_cascade.compiler.price import time_text
+from torch_cascade.compiler.record import NumericRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Reason
 from torch_cascade.compiler.text import alike
 
 Content = dict[str, Any]
 
 
-def sites_section(sites: Sequence[Content]) -> Markup:
+def sites_section(sites: Sequence[Content], maps: Sequence[Content] = ()) -> Markup:
     """What was rewritten, then what was not, by reason."""
     done = [site for site in sites if site["rewritten"]]
-    left = sorted((site for site in sites if not site["rewritten"]), key=_order)
-    parts = [tag("h3", f"Rewritten ({len(done)})"), _blocks(done)] if done else []
-    for _, group in groupby(left, key=_order):
-        parts.append(_declined(list(group)))
+    left = sorted((site for site in sites if not site["rewritten"]), key=order_of_reasons)
+    parts = [tag("h3", f"Rewritten ({len(done)})"), _blocks(done, maps)] if done else []
+    for _, group in groupby(left, key=order_of_reasons):
+        parts.append(_declined(list(group), maps))
     return joined(*parts)
 
 
-def _order(site: Content) -> int:
+def order_of_reasons(site: Content) -> int:
+    """Where a site that was not rewritten stands: reasons have the order of their table."""
     return list(EXPLANATIONS).index(Reason(site["declined"]["reason"]))
 
 
-def _declined(sites: Sequence[Content]) -> Markup:
+def _declined(sites: Sequence[Content], maps: Sequence[Content]) -> Markup:
     reason = Reason(sites[0]["declined"]["reason"])
     explanation = EXPLANATIONS[reason]
     head = tag("h3", "Not rewritten: ", tag("code", reason.value), f" ({len(sites)})", class_="bad")
-    return joined(head, *_what_to_do(explanation.meaning, explanation.remedy), _blocks(sites))
+    return joined(head, *what_to_do(explanation.meaning, explanation.remedy), _blocks(sites, maps))
 
 
-def _what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
+def what_to_do(meaning: str, remedy: str) -> Iterator[Markup]:
+    """What a reason means, and what the user can do about it."""
     yield tag("p", meaning)
     if remedy:
         yield tag("p", tag("b", "What you can do: "), remedy)
 
 
-def _blocks(sites: Sequence[Content]) -> Markup:
-    """Each kind of site once, with the number of its likes: a model's layers are one block."""
-    kinds = [alike(_inside(site) + site["where"]) for site in sites]
-    counts = Counter(kinds)
-    return joined(*(_block(sites[kinds.index(kind)], n) for kind, n in counts.items()))
+def _blocks(sites: Sequence[Content], maps: Sequence[Content]) -> Markup:
+    return joined(*(_block(site, count, maps) for site, count in alike_sites(sites)))
 
 
-def _block(site: Content, count: int) -> Markup:
+def alike_sites(sites: Sequence[Content]) -> list[tuple[Content, int]]:
+    """Each kind of site once, with the number of its likes: a model's layers are one block.
+
+    It is the first, or where results were compared the one that is most wrong.
+    """
+    kinds = [alike(json.dumps(site | {"node": "", "numeric": None})) for site in sites]
+    kept: dict[str, Content] = {}
+    for kind, site in zip(kinds, sites, strict=True):
+        shown = kept.setdefault(kind, site)
+        if _wrongness(site) > _wrongness(shown):
+            kept[kind] = site
+    return [(kept[kind], count) for kind, count in Counter(kinds).items()]
+
+
+def _wrongness(site: Content) -> float:
+    numeric = _numeric(site)
+    return 0.0 if numeric is None else numeric.error / (numeric.bound or 1.0)
+
+
+def _numeric(site: Content) -> NumericRecord | None:
+    """What the check found of a site; an error that is not finite is null in JSON."""
+    found = site.get("numeric")
+    if found is None:
+        return None
+    error = math.inf if found["error"] is None else found["error"]
+    return NumericRecord(error, found["eager_error"], found["bound"], found["unchecked"])
+
+
+def numeric_text(site: Content) -> str:
+    """How right a rewritten site is, by `verify=numeric`; "" without it."""
+    numeric = _numeric(site)
+    return "" if numeric is None else f"numeric: {numeric}"
+
+
+def _block(site: Content, count: int, maps: Sequence[Content]) -> Markup:
     mark, times = "+" if site["rewritten"] else "-", f"{count} x " if count > 1 else ""
-    return folded(f"{mark} {times}{site['where'] or 'node ' + site['node']}", _inside(site))
+    return folded(f"{mark} {times}{site['where'] or 'node ' + site['node']}", _inside(site, maps))
 
 
-def _inside(site: Content) -> Markup:
+def _inside(site: Content, maps: Sequence[Content]) -> Markup:
     parts = []
     if site["shapes"]:
         parts.append(tag("p", f"{site['form']}: {site['shapes']}", class_="code"))
@@ -70,8 +106,10 @@ def _inside(site: Content) -> Markup:
         names = ["keys", "base", "rows", "branches", "mask"]
         parts.append(table(names, [[s[name] for name in names] for s in site["segments"]]))
     if site["decision"] is not None:
-        parts += decision_parts(site["decision"])
-    elif site["declined"] is not None:
+        parts += decision_parts(site["decision"], maps)
+    if numeric_text(site):
+        parts.append(tag("p", numeric_text(site)))
+    if site["decision"] is None and site["declined"] is not None:
         parts += _refusal(site["declined"])
     return joined(*parts)
 
@@ -84,7 +122,7 @@ def _refusal(declined: Content) -> Iterator[Markup]:
         yield tag("p", tag("b", "Hint: "), declined["hint"])
 
 
-def decision_parts(decision: Content) -> Iterator[Markup]:
+def decision_parts(decision: Content, maps: Sequence[Content]) -> Iterator[Markup]:
     """What was decided, on what grounds, with the formulas and the numbers put in."""
     verb = "applied" if decision["apply"] else "not applied"
     yield tag("p", tag("b", verb), f": {decision['why']}{_bytes(decision)}")
@@ -98,6 +136,8 @@ def decision_parts(decision: Content) -> Iterator[Markup]:
         for name, seconds in costs["seconds"].items()
     ]
     yield tag("p", f"on {costs['device']}; {_turning(costs['break_even'])}")
+    if costs.get("map") is not None:
+        yield map_section(maps[costs["map"]])
     yield table(["way", "time", "as the sum of its kernels"], rows)
     numbers = [[symbol, number] for symbol, number in costs["numbers"].items()]
     yield folded("numbers put in", table(["symbol", "value"], numbers))
@@ -115,45 +155,3 @@ def _turning(break_even: Content) -> str:
     turns = [f"a prefix of {prefix} keys"] if prefix is not None else []
     turns += [f"{branches} branches"] if branches is not None else []
     return f"breaks even at {' or '.join(turns)}" if turns else "never breaks even"
-
-
-def blend_section(blend: Content) -> Markup:
-    """Which layers reuse cached keys and values, where tokens are chosen, or why none is."""
-    layers, count = blend["layers"], blend["reused"]
-    parts = [
-        tag("h3", "Cached keys and values"),
-        tag("p", tag("code", blend["where"] or f"node {blend['node']}")),
-        tag("p", f"{count} of {len(layers)} layers reuse them{_tokens(blend)}"),
-    ]
-    items = (tag("li", f"{n} {use}", class_=use) for n, use in enumerate(layers))
-    parts.append(tag("p", "; ".join(runs(tuple(layers)))))
-    parts.append(folded("layer by layer", tag("ol", *items, class_="layers")))
-    if blend["stages"]:
-        parts.append(table(["from layer", "share recomputed", "tokens", "now"], _stages(blend)))
-    if blend["decision"] is not None:
-        parts += decision_parts(blend["decision"])
-    if blend["declined"] is not None:
-        declined = blend["declined"]
-        parts.append(tag("p", tag("b", "Not reused: "), tag("code", declined["reason"])))
-        parts += [*_what_to_do(declined["meaning"], declined["hint"])]
-        parts.append(tag("p", declined["detail"]))
-    return joined(*parts)
-
-
-def _tokens(blend: Content) -> str:
-    if not blend["tokens"]:
-        return ""
-    return f"; {blend['tokens']} tokens, {blend['fresh']} of them without a cached copy"
-
-
-def _stages(blend: Content) -> list[list[str]]:
-    chosen = f", chosen by {blend['selector']}"
-    return [
-        [
-            "before all" if stage["layer"] < 0 else str(stage["layer"]),
-            stage["ratio"] + ("" if stage["layer"] < 0 else chosen),
-            stage["rows"],
-            "" if stage["now"] is None else str(stage["now"]),
-        ]
-        for stage in blend["stages"]
-    ]

@@ -17,6 +17,11 @@ from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.record import Compilation
 
+ROLE = "cascade_role"
+"""In a node's `meta`: the part that it plays for pictures, where its op does not say so."""
+STAGE = "cascade_stage"
+"""In a node's `meta`: the check layer (-1 before all) whose chosen rows it holds."""
+
 
 @dataclass(frozen=True)
 class PassContext:

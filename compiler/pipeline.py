@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.utils import dynamo_timed
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from torch_cascade.compiler import calibration
@@ -112,7 +113,8 @@ class Pipeline(CustomGraphPass):
         sizes = Sizes.of(graph, may_guard=options.guards == "auto")
         before = Uses.of(graph) if self.options.verify else None
         begin = time.perf_counter()
-        _apply(each, graph, PassContext(sizes, options, self.record))
+        with dynamo_timed(f"cascade.{each.name}"):  # `torch._dynamo.utils.compile_times` has it
+            _apply(each, graph, PassContext(sizes, options, self.record))
         self.record.seconds[each.name] = time.perf_counter() - begin
         logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
         if LowerPass.name not in self.record.seconds:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import sympy
 
 from torch_cascade.compiler import cost_terms as terms
 from torch_cascade.compiler.cost_terms import Kernel
-from torch_cascade.compiler.units import NUMBER, Unit, unit_of
+from torch_cascade.compiler.units import NUMBER, Unit, symbol, unit_of
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class Price:
         said = {str(s): self._said(s, named) for s in sorted(used - {terms.ONE_FLOP}, key=str)}
         return said
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With units and definitions: formulas hold symbols, and modules what these mean."""
+        formulas = [kernel.formula for kernel in self.kernels]
+        named = terms.definitions(sympy.Add(*formulas))
+        parts = [*formulas, *(kernel.seconds for kernel in self.kernels), *named.values()]
+        used = set(self.values).union(*(part.free_symbols for part in parts))
+        units = {str(each): unit_of(each) for each in used}
+        return _restored, (self.kernels, dict(self.values), self.seconds, named, units)
+
     def _said(self, symbol: sympy.Symbol, named: Mapping[sympy.Symbol, sympy.Expr]) -> str:
         if symbol not in named:
             return _with_unit(self.values[symbol], unit_of(symbol))
@@ -56,6 +66,21 @@ class Price:
         """Evaluate the formulas."""
         seconds = sum(_evaluated(kernel.seconds, values) for kernel in kernels)
         return cls(tuple(kernels), values, seconds)
+
+
+def _restored(
+    kernels: tuple[Kernel, ...],
+    values: Mapping[sympy.Symbol, float],
+    seconds: float,
+    named: Mapping[sympy.Symbol, sympy.Expr],
+    units: Mapping[str, Unit],
+) -> Price:
+    """A price from another process, which may have used symbols that this one has not."""
+    for name, unit in units.items():
+        symbol(name, unit)
+    for made, expr in named.items():
+        terms.named(str(made), expr)
+    return Price(kernels, values, seconds)
 
 
 def time_text(seconds: float) -> str:

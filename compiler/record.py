@@ -164,10 +164,13 @@ class Compilation:
         blend: what became of cached keys and values; None for a graph without `reuse_kv`.
         before, after: the functional graph around our rewrites, as `compiler.graph.show` prints
             it, with the names torch's own logs have ("" if the passes did not run).
-        picture: SVG text of its attentions ("" if none was asked for, or there are none).
+        pictures: of the graph before and after, `compiler.picture.Pictures` (None if none were
+            asked for, or there is no attention).
         seconds: time of each pass.
         total_seconds: time of the whole compilation, passes included (0 until it ended).
-        cached: the passes did not run: Inductor found the whole artefact in its cache.
+        cached: the passes did not run: Inductor found the whole artefact in its cache. What they
+            found is then that of the cold compilation, if its record was kept.
+        origin: of a cached one where that record is from, or why there is none; else "".
         training: the graph is compiled for training, so the passes did not run.
         options: what was asked for, variables included.
         compile_id: Dynamo's name of the compilation, "0/0" ("" outside of Dynamo).
@@ -177,10 +180,11 @@ class Compilation:
     blend: BlendRecord | None = None
     before: str = ""
     after: str = ""
-    picture: str = ""
+    pictures: Any = None
     seconds: dict[str, float] = field(default_factory=dict)
     total_seconds: float = 0.0
     cached: bool = False
+    origin: str = ""
     training: bool = False
     options: Options = field(default_factory=Options)
     compile_id: str = ""
@@ -189,6 +193,11 @@ class Compilation:
     def rewritten(self) -> int:
         """Number of sites that were rewritten."""
         return sum(site.rewritten for site in self.sites)
+
+    @property
+    def unknown(self) -> bool:
+        """True iff the artefact came from a cache, and no record of its cold compilation."""
+        return self.cached and not self.before
 
     @property
     def idle(self) -> bool:
@@ -220,7 +229,7 @@ class Compilation:
         """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""
         self.sites = [s for s in self.sites if not s.form]
         self.blend = None
-        self.before = self.after = self.picture = ""
+        self.before = self.after = ""
         self.seconds = {k: s for k, s in self.seconds.items() if k == "capture"}
 
 

@@ -30,6 +30,7 @@ class Reason(enum.Enum):
     SCORES_USED = "scores-used"
     # Analysis: K and V.
     NO_SHARED_PREFIX = "no-shared-prefix"
+    OF_BLEND = "of-blend"
     KV_MISMATCH = "kv-mismatch"
     RANK = "rank"
     LAYOUT = "layout"
@@ -122,6 +123,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "Keys and values are not provably expanded from fewer rows inside the graph.",
         "Expand inside the compiled function, or use `SharedPrefixCache`.",
     ),
+    Reason.OF_BLEND: Explanation(
+        "Its keys and values are those of a prompt of cached chunks, which the pass `blend` looks "
+        "after: what became of them is said where layers are reused.",
+    ),
     Reason.KV_MISMATCH: Explanation(
         "Keys and values are put together differently.", "Build both in the same way."
     ),
@@ -149,8 +154,9 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.ALL_TOKENS: Explanation(
         "Results are asked for tokens that a blend does not compute. This is an error.",
-        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`. A "
-        "graph break makes all that goes on behind it a result, too.",
+        "Ask for the last tokens only, inside the compiled function: pass `logits_to_keep=1`, or "
+        "write `hidden[:, -1:]`; for tokens elsewhere `hidden[:, index]` with an index that is "
+        "given. A graph break makes all that goes on behind it a result, too.",
     ),
     Reason.CHECK_LAYER: Explanation(
         "The graph has no such layer as `check_layers` names.",

@@ -9,7 +9,9 @@ The JSON of a report, version 1; "?" marks what may be null:
     rewritten        how many of them were rewritten
     graphs           list, in the order of compilation:
         id           Dynamo's compile id, "0/0"
-        cached       true: the artefact came from Inductor's cache; the passes did not run
+        cached       true: the artefact came from Inductor's cache; the passes did not run, and
+                     sites, blend, before and after are those of the cold compile
+        origin       "from the cold compile of DATE", or why that is not known; "" if not cached
         training     true: compiled for training; the passes did not run
         options      every option by name, as a user would write it
         seconds      of each pass by name, and "total" of the whole compilation
@@ -21,11 +23,14 @@ The JSON of a report, version 1; "?" marks what may be null:
             scores     what else is done to the scores: a soft-cap, sinks; "" if nothing
             segments   list: keys, base, rows, branches, mask (see `compiler.record.SegmentRecord`)
             decision?  apply, why, naive_bytes?, cascade_bytes?, guard ("" for none), and costs?:
-                       device, seconds, formulas (by plain and cascade), numbers, break_even
+                       device, seconds, formulas (by plain and cascade), numbers, break_even,
+                       map? (number of its map)
             rewritten  true or false
             declined?  reason (stable identifier), meaning, detail, hint; null if rewritten
             numeric?   of verify=numeric: error?, eager_error, bound, wrong, unchecked ("" where
                        compared); an error that is not finite is null
+        maps         where cascades pay, once for sites alike (see `compiler.cost_map.CostMap`):
+                     prefix, branches, gain, break_even, now
         blend?       cached keys and values; null for a graph without `reuse_kv`:
             node, where, tokens, fresh, selector   as in `compiler.record.BlendRecord`
             layers     list: "computed", "checked" or "reused" for each marked layer
@@ -34,6 +39,11 @@ The JSON of a report, version 1; "?" marks what may be null:
             decision?, declined?   as of a site
         before       graph text before the passes ("" if the passes did not run)
         after        graph text after it
+
+In the `report.json` of a dump, graphs have no before and after, which are files, but
+
+        folder       name of the folder of their files
+        notes        list: what could not be written, and why
 
 Later versions may add keys; a change of those above raises the version.
 """
@@ -46,15 +56,19 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import metadata
 from typing import Any
 
 import torch
 
-from torch_cascade.compiler.decide import Decision, Facts
+from torch_cascade.compiler.cost_map import CostMap, cost_map
+from torch_cascade.compiler.decide import Decision, Facts, priced
+from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.options import written
 from torch_cascade.compiler.record import BlendRecord, Compilation, NumericRecord, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS, Declined
+from torch_cascade.compiler.work import Work
 
 JSON_VERSION = 1
 
@@ -120,17 +134,27 @@ class Report:
     def html(self) -> str:
         """The report as one HTML file that loads nothing: write it and open it.
 
-        It has what `str(report)` has, the graphs before and after side by side, and their pictures
-        (`last_report` has none: drawing is for who asks).
+        It has what `str(report)` has, maps of the decisions, the graphs before and after side by
+        side, and their pictures (`last_report` has none: drawing is for who asks).
         """
         from torch_cascade.compiler.page import page, section
 
         graphs = [graph_object(record) for record in self.compilations]
         parts = [
-            (str(n), section(graph, str(n), record.picture))
+            (str(n), section(graph, str(n), record.pictures))
             for n, (graph, record) in enumerate(zip(graphs, self.compilations, strict=True))
         ]
         return page(report_object(graphs), parts)
+
+    def show(self, *, diff: bool = False) -> None:
+        """Print the report, in colours where `rich` is installed and the output is a terminal.
+
+        Args:
+            diff: also what the passes changed in the graphs.
+        """
+        from torch_cascade.compiler.terminal import show
+
+        show(self, diff=diff)
 
     def __str__(self) -> str:
         from torch_cascade.compiler.text import render
@@ -160,19 +184,23 @@ def report_object(graphs: list[dict[str, Any]]) -> dict[str, Any]:
 def graph_object(record: Compilation, *, with_text: bool = True) -> dict[str, Any]:
     """The JSON object of one compiled graph."""
     texts = {"before": record.before, "after": record.after} if with_text else {}
+    facts = [site.decision.facts for site in record.sites if site.decision is not None]
+    maps = list(dict.fromkeys(filter(None, (cost_map(f) for f in facts if f is not None))))
     return {
         "id": record.compile_id,
         "cached": record.cached,
+        "origin": record.origin,
         "training": record.training,
         "options": written(record.options),
         "seconds": {**record.seconds, "total": record.total_seconds},
-        "sites": [_site(site) for site in record.sites],
-        "blend": None if record.blend is None else _blend(record.blend),
+        "sites": [_site(site, maps) for site in record.sites],
+        "maps": [dataclasses.asdict(each) for each in maps],
+        "blend": None if record.blend is None else _blend(record.blend, maps),
         **texts,
     }
 
 
-def _site(site: SiteRecord) -> dict[str, Any]:
+def _site(site: SiteRecord, maps: list[CostMap]) -> dict[str, Any]:
     return {
         "node": site.node,
         "where": site.where,
@@ -180,7 +208,7 @@ def _site(site: SiteRecord) -> dict[str, Any]:
         "shapes": site.shapes,
         "scores": site.scores,
         "segments": [dataclasses.asdict(segment) for segment in site.segments],
-        "decision": None if site.decision is None else _decision(site.decision),
+        "decision": None if site.decision is None else _decision(site.decision, maps),
         "rewritten": site.rewritten,
         "declined": None if site.declined is None else _declined(site.declined),
         "numeric": None if site.numeric is None else _numeric(site.numeric),
@@ -192,7 +220,7 @@ def _numeric(numeric: NumericRecord) -> dict[str, Any]:
     return dataclasses.asdict(numeric) | {"error": error, "wrong": numeric.wrong}
 
 
-def _blend(blend: BlendRecord) -> dict[str, Any]:
+def _blend(blend: BlendRecord, maps: list[CostMap]) -> dict[str, Any]:
     return {
         "node": blend.node,
         "where": blend.where,
@@ -202,32 +230,43 @@ def _blend(blend: BlendRecord) -> dict[str, Any]:
         "fresh": blend.fresh,
         "selector": blend.selector,
         "stages": [dataclasses.asdict(stage) for stage in blend.stages],
-        "decision": None if blend.decision is None else _decision(blend.decision),
+        "decision": None if blend.decision is None else _decision(blend.decision, maps),
         "declined": None if blend.declined is None else _declined(blend.declined),
     }
 
 
-def _decision(decision: Decision) -> dict[str, Any]:
+def _decision(decision: Decision, maps: list[CostMap]) -> dict[str, Any]:
+    facts = decision.facts
     return {
         "apply": decision.apply,
         "why": decision.why,
         "naive_bytes": decision.naive,
         "cascade_bytes": decision.cascade,
         "guard": decision.guard,
-        "costs": None if decision.facts is None else _costs(decision.facts, decision.break_even),
+        "costs": None if facts is None else _costs(facts, decision.break_even, maps),
     }
 
 
-def _costs(facts: Facts, break_even: Mapping[str, int | None] | None) -> dict[str, Any]:
-    numbers = {
-        name: number for way in facts.ways().values() for name, number in way.numbers().items()
-    }
+def _costs(
+    facts: Facts, break_even: Mapping[str, int | None] | None, maps: list[CostMap]
+) -> dict[str, Any]:
+    drawn = cost_map(facts)
     return {
         "device": str(facts.device),
-        "seconds": {name: way.seconds for name, way in facts.ways().items()},
-        "formulas": {name: way.lines() for name, way in facts.ways().items()},
-        "numbers": numbers,
+        **_prices(facts.work, facts.device),
         "break_even": dict(break_even or {}),
+        "map": None if drawn is None else maps.index(drawn),
+    }
+
+
+@lru_cache(maxsize=256)
+def _prices(work: Work, device: Device) -> dict[str, Any]:
+    """Both ways in words, once for sites that are alike: sympy takes its time to print."""
+    ways = priced(work, device).ways()
+    return {
+        "seconds": {name: way.seconds for name, way in ways.items()},
+        "formulas": {name: way.lines() for name, way in ways.items()},
+        "numbers": {s: number for way in ways.values() for s, number in way.numbers().items()},
     }
 
 

@@ -60,18 +60,19 @@ def _verdict(record: Compilation) -> str:
         return f"plain Inductor, as disable is set ({PREFIX}DISABLE)"
     if record.training:
         return f"compiled for training, as an input requires a gradient: {_GRAD}"
-    if record.cached:
-        return "the artefact came from Inductor's cache; the passes did not run"
+    if record.unknown:
+        return f"the artefact came from Inductor's cache; the passes did not run; {record.origin}"
     if not record.options.passes:
         return f"no pass was to run (passes=none, {PREFIX}PASSES)"
-    if not record.sites:
-        return f"no attention was found{_reuse([record.blend])}"
     found = f"{record.rewritten} of {len(record.sites)} attention sites rewritten"
-    return found + _reuse([record.blend])
+    found = found if record.sites else "no attention was found"
+    origin = f"; {record.origin}, its artefact came from Inductor's cache" if record.cached else ""
+    return found + _reuse([record.blend]) + origin
 
 
 def _is_quiet(record: Compilation) -> bool:
-    return not record.sites and record.blend is None and not record.cached and not record.training
+    eventful = record.sites or record.blend is not None or record.unknown or record.training
+    return not eventful
 
 
 def _eventful(report: Report) -> list[Compilation]:
@@ -84,7 +85,11 @@ def _eventful(report: Report) -> list[Compilation]:
 
 def _graph(record: Compilation, *, alone: bool) -> str:
     """The section of one graph: what was rewritten, then what was not, by reason."""
-    head = [] if alone else [wrapped(f"Graph {record.compile_id}: {_verdict(record)}")]
+    head = (
+        []
+        if alone and not record.cached
+        else [wrapped(f"Graph {record.compile_id}: {_verdict(record)}")]
+    )
     done = [site for site in record.sites if site.rewritten]
     blocks = [_block(site, count) for site, count in _folded(done)]
     left = sorted((site for site in record.sites if not site.rewritten), key=_reason_order)

@@ -16,6 +16,7 @@ from torch_cascade.demo.errors import DemoError
 
 NEEDED = ("transformers", "safetensors", "rich")
 NEEDED_TO_UNPACK = ("accelerate", "gguf")  # only for the packaged model
+BRANCHES = 8
 BACKEND = "cascade"
 STOCK_BACKEND = "inductor"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,11 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the demonstration."""
     count = _at_least(1)
     parser.add_argument("--model", metavar="DIR", help="a transformers causal language model")
-    parser.add_argument("--branches", type=count, default=8, help="continuations (default: 8)")
-    parser.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
-    parser.add_argument("--prompt-tokens", type=_at_least(2), help="cut or repeat it to so many")
     parser.add_argument(
         "--new-tokens",
+        metavar="N",
         type=_at_least(8),
         default=32,
         help="tokens to add, at least 8 (default: 32)",
@@ -38,14 +37,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="default: float32 on a CPU, bfloat16 elsewhere"
     )
-    parser.add_argument("--layers", type=count, help="keep only the first layers: a quick run")
     parser.add_argument(
-        "--rag", action="store_true", help="answer from cached documents instead of branching"
+        "--layers", metavar="N", type=count, help="keep only the first layers: a quick run"
     )
     parser.add_argument(
-        "--ratio", metavar="R", help="with --rag: share of their tokens to recompute (0.15)"
+        "--html", metavar="FILE", help="with --rag: write the text there, recomputed tokens marked"
     )
     parser.add_argument("--json", metavar="FILE", help="write the numbers there, too")
+    one = parser.add_argument_group("continuations of one prompt, side by side (default)")
+    one.add_argument(
+        "--branches", metavar="N", type=count, help=f"continuations (default: {BRANCHES})"
+    )
+    one.add_argument("--prompt-file", metavar="FILE", help="prompt to use instead of ours")
+    one.add_argument(
+        "--prompt-tokens", metavar="N", type=_at_least(2), help="cut or repeat it to so many"
+    )
+    rag = parser.add_argument_group("a question about cached documents, read in full and blended")
+    rag.add_argument("--rag", action="store_true", help="do this instead")
+    rag.add_argument(
+        "--ratio", metavar="R", help="share of their tokens to recompute, 0 to 1 (default: 0.15)"
+    )
 
 
 def _at_least(least: int) -> Any:
@@ -82,9 +93,11 @@ def _check_installed(names: Sequence[str]) -> None:
 def _check_together(arguments: argparse.Namespace) -> None:
     """Options that say nothing in the mode that was asked for are mistakes."""
     given = {
+        "--branches": arguments.rag and arguments.branches is not None,
         "--prompt-file": arguments.rag and arguments.prompt_file is not None,
         "--prompt-tokens": arguments.rag and arguments.prompt_tokens is not None,
         "--ratio": not arguments.rag and arguments.ratio is not None,
+        "--html": not arguments.rag and arguments.html is not None,
     }
     for name in (name for name, wrong in given.items() if wrong):
         raise DemoError(f"{name} {'goes not with' if arguments.rag else 'needs'} --rag")
@@ -135,6 +148,10 @@ def _run_rag(arguments: argparse.Namespace) -> None:
         ends = {tokenizer.eos_token_id}
         rag.read(lm, running, ends, arguments.new_tokens, status.update)
     rag_report.show(console, running, tokenizer)
+    if arguments.html:
+        with console.status("which tokens blend computes again: compiling once more"):
+            text = rag.chosen(running[-1]).html(tokenizer)
+        Path(arguments.html).write_text(text, encoding="utf-8")
     if arguments.json:
         setup = {"cached_tokens": cached, "torch": torch.__version__, "ratio": ratio}
         content = setup | {"arguments": vars(arguments), "ways": rag.measure(running)}
@@ -148,6 +165,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from torch_cascade.runtime.prefix_cache import cache_argument
 
     console = Console()
+    arguments.branches = arguments.branches or BRANCHES
     lm, tokenizer, about = _load(console, arguments)
     with console.status("reading the prompt"):
         ids = prompt.build(tokenizer, arguments.prompt_file, arguments.prompt_tokens).to(lm.device)

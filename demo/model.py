@@ -32,6 +32,8 @@ def load(folder: Path, dtype: torch.dtype, device: str, layers: int | None) -> t
 
     logging.set_verbosity_error()  # --layers leaves weights unused, which it would list
     logging.disable_progress_bar()
+    if not folder.is_dir():  # transformers would take its name for one on the Hub
+        raise DemoError(f"no model: there is no folder {folder}")
     try:
         config = AutoConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_cascade.compiler.chosen import ChosenTokens, chosen_tokens
 from torch_cascade.demo.documents import DOCUMENTS, FORM, INSTRUCTION, QUESTION
 from torch_cascade.runtime.chunk_store import ChunkStore
 from torch_cascade.runtime.prefix_cache import cache_argument
@@ -126,6 +127,11 @@ def read(
         for way in running:
             said(f"prefill {turn + 1} of {REPEAT}: {way.name}")
             way.seconds.append(way.prefill()[0])
+
+
+def chosen(blend: Way) -> ChosenTokens:
+    """Which tokens a compiled way computes again."""
+    return chosen_tokens(blend.forward, blend.inputs(), use_cache=True, logits_to_keep=1)
 
 
 def answer(model: Any, cache: Any, logits: Tensor, ends: set[int], new: int) -> list[int]:

@@ -86,10 +86,11 @@ def report_text(cascade: Engine, argument: str, fed: Tensor) -> str:
         cascade: the engine of this package.
         argument: name under which the model takes its cache.
         fed: tokens to call the model with, int64 [N, 1], where Inductor's cache had the compiled
-            code from an earlier run: the passes then run once more, for the report alone.
+            code and nothing is left of its cold compilation: the passes then run once more, for
+            the report alone.
     """
     report = torch_cascade.last_report()
-    if any(record.cached for record in report.compilations):
+    if any(record.unknown for record in report.compilations):
         shared = cascade.cache
         prefix = [(layer.prefix_keys, layer.prefix_values) for layer in shared.layers]
         cache = SharedPrefixCache(prefix, shared.branches, shared.max_suffix)

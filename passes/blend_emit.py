@@ -7,19 +7,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch._guards import tracing
 
 from torch_cascade.compiler.graph import Emitter, Sizes, fake_mode, value
+from torch_cascade.compiler.pass_base import ROLE, STAGE
 from torch_cascade.compiler.report import Declined
+from torch_cascade.passes.blend_exits import Exits
 from torch_cascade.passes.blend_plan import BlendPlan, Stage
 from torch_cascade.passes.blend_question import emit_question
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
 from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
+from torch_cascade.passes.trace import TraceError
 from torch_cascade.runtime.row_choice import Layer, choose_rows, mean_attention
-from torch_cascade.runtime.selection import Selector, SelectorError
+from torch_cascade.runtime.selection import EXPECTED, Selector, SelectorError, selector_name
+
+aten = torch.ops.aten
 
 
 def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Sizes) -> None:
@@ -28,18 +34,31 @@ def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Size
         made: MadeRows | None = None
         inliner = Inliner(graph, sizes)
         before: Stage | None = None
+        first = Emitter(plan.stages[0].marker or plan.site.markers[0])
+        wanted = [found.wanted(first, plan.site) for found in plan.exits.picked]
+        named = first.call(aten.cat.default, wanted, 1) if wanted else None
         for stage in plan.stages:
-            layer = _layer(plan.site, stage, before, made)
+            layer = (*_layer(plan.site, stage, before, made), named)
             index, places = _chosen(inliner, plan, stage, layer, made, selector)
             narrowed = None if made is None else Narrowed(made, places)
             made, before = apply_rows(stage.plan, index, narrowed=narrowed), stage
         assert made is not None
-        written = [found.of_rows(made.of(*found.demand)) for found in plan.exits.tokens]
-        for found, node in zip(plan.exits.tokens, written, strict=True):
-            found.node.replace_all_uses_with(node)
+        written = _results(plan.exits, made, wanted)
         _revalue(graph, written)
         _check(graph, plan, kept)
     graph.eliminate_dead_code()
+
+
+def _results(exits: Exits, made: MadeRows, wanted: Sequence[fx.Node]) -> list[fx.Node]:
+    """What leaves the graph, written again of its rows and put in its place."""
+    written = [(x.node, x.of_rows(made.of(*x.demand))) for x in exits.tokens]
+    written += [
+        (x.node, x.of_rows(made.of(*x.demand), made.index, named))
+        for x, named in zip(exits.picked, wanted, strict=True)
+    ]
+    for node, new in written:
+        node.replace_all_uses_with(new)
+    return [new for _, new in written]
 
 
 def _revalue(graph: fx.Graph, changed: Sequence[fx.Node]) -> None:
@@ -100,7 +119,15 @@ def _chosen(
         choice = replace(choice, is_causal=asked.is_causal, scale=asked.scale, flat=asked.flat)
     emit = Emitter(anchor)
     counts = emit.size(stage.count), emit.size(plan.exits.last)
-    index, places = inliner.inline(Call(choice, (layer, tensors, *counts)), anchor)
+    kept = set(plan.site.markers[0].graph.nodes)
+    try:
+        index, places = inliner.inline(Call(choice, (layer, tensors, *counts)), anchor)
+    except TraceError as error:
+        raise SelectorError(f"selector {selector_name(selector)}: {error}. {EXPECTED}") from error
+    for node in plan.site.markers[0].graph.nodes:
+        if node not in kept:
+            node.meta[ROLE] = "choice"
+    index.meta[STAGE] = stage.layer
     return index, places
 
 

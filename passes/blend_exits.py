@@ -11,14 +11,16 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import Max
 
-from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, size_expr, tensor
+from torch_cascade.compiler.graph import Emitter, Size, Sizes
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import ONE
+from torch_cascade.passes.blend_picked import Picked, find_picked, rows_along
+from torch_cascade.passes.blend_pieces import Piece, piece_of
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.token_axis import Demand
 from torch_cascade.passes.token_frontier import CONTRACTIONS, Frontier, reuse_kv
-from torch_cascade.passes.token_registry import bound
-from torch_cascade.passes.token_rows import Axis, Rows
+from torch_cascade.passes.token_rows import Rows
+from torch_cascade.passes.token_rules import without_rule
 
 aten = torch.ops.aten
 
@@ -29,25 +31,27 @@ class Exit:
 
     Attributes:
         node: the slice, or the selection of one token.
+        source: what it is taken from.
         last: n, it takes none but the last n tokens.
-        rows: the axes of its operand.
+        rows: the axes of the source.
+        one: it is a selection, and has no dim of tokens.
     """
 
     node: fx.Node
+    source: fx.Node
     last: Size
     rows: Rows
+    one: bool
 
     @property
     def demand(self) -> Demand:
-        """The operand, and its rows."""
-        source = self.node.args[0]
-        assert isinstance(source, fx.Node)
-        return source, self.rows
+        """The source, and its rows."""
+        return self.source, self.rows
 
     def of_rows(self, rows: fx.Node) -> fx.Node:
         """The node written again, of ascending rows whose last n are the last n tokens."""
         emit, dim = Emitter(self.node), self.rows.tokens.dim
-        if self.node.target is aten.select.int:
+        if self.one:
             return emit.call(aten.select.int, rows, dim, -self.last)
         return emit.call(aten.slice.Tensor, rows, dim, -self.last, _END)
 
@@ -58,16 +62,30 @@ class Exits:
 
     Attributes:
         tokens: rows of last tokens.
+        picked: rows of tokens that an index names.
         markers: whose keys and values leave it, or are read by what leaves it, for all tokens.
     """
 
     tokens: tuple[Exit, ...]
+    picked: tuple[Picked, ...]
     markers: tuple[fx.Node, ...]
+
+    @property
+    def demands(self) -> list[Demand]:
+        """The values that rows are asked of."""
+        tokens = [found.demand for found in self.tokens]
+        return tokens + [found.demand for found in self.picked]
 
     @property
     def last(self) -> Size:
         """How many of the last tokens are asked for; at least one."""
         return cast("Size", Maximum(ONE, *(found.last for found in self.tokens)))
+
+    @property
+    def others(self) -> Size:
+        """How many rows these tokens may take beside those without a cached copy."""
+        named = [found.count for found in self.picked if not found.free]
+        return sum(named, self.last - 1)
 
 
 _END = 2**63 - 1
@@ -75,19 +93,36 @@ Maximum: Any = Max  # torch's, which printers of sizes know
 
 
 def find_exits(
-    graph: fx.Graph, site: ReuseSite, frontier: Frontier, sizes: Sizes
+    graph: fx.Graph, site: ReuseSite, frontier: Frontier, check: fx.Node | None, sizes: Sizes
 ) -> Exits | Declined:
     """Walk from the results of a graph to its markers; a slice of last tokens ends the walk.
 
     Where a path leads through a matrix product or an attention and meets no such slice, a result is
     asked for tokens that are not computed: that is declined as `all-tokens`.
+
+    Args:
+        graph: functional ATen.
+        site: the marked layers.
+        frontier: below `check`.
+        check: the first check layer's marker; None for none.
+        sizes: facts about the sizes.
     """
-    walk = _Walk(site, frontier, sizes)
+    shared = next((n for n in graph.nodes if n in frontier.below and _is_collective(n)), None)
+    if shared is not None:  # it is impure, but no result of the graph
+        return Declined(Reason.NO_TOKEN_RULE, shared.name, without_rule(shared.target))
+    walk = _Walk(site, frontier, check, sizes)
     for root in _roots(graph):
         declined = walk.from_root(root)
         if declined is not None:
             return declined
-    return Exits(tuple(walk.exits.values()), tuple(walk.markers))
+    found = walk.exits.values()
+    tokens = tuple(x for x in found if isinstance(x, Exit))
+    picked = tuple(x for x in found if isinstance(x, Picked))
+    return Exits(tokens, picked, tuple(walk.markers))
+
+
+def _is_collective(node: fx.Node) -> bool:
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -101,8 +136,9 @@ def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
 class _Walk:
     site: ReuseSite
     frontier: Frontier
+    check: fx.Node | None
     sizes: Sizes
-    exits: dict[fx.Node, Exit] = field(default_factory=dict)
+    exits: dict[fx.Node, Exit | Picked] = field(default_factory=dict)
     markers: dict[fx.Node, None] = field(default_factory=dict)
     seen: set[tuple[fx.Node, bool]] = field(default_factory=set)
 
@@ -128,49 +164,33 @@ class _Walk:
             waiting += [(source, computed) for source in node.all_input_nodes]
         return None
 
-    def _exit(self, node: fx.Node) -> Exit | Declined | None:
-        """The exit that a slice or a selection along the tokens is; None for any other node."""
-        if node.target not in (aten.slice.Tensor, aten.select.int):
+    def _exit(self, node: fx.Node) -> Exit | Picked | Declined | None:
+        """The exit that a slice, a selection or a lookup along the tokens is; else None."""
+        picked = find_picked(node, self.site, self.frontier, self.check, self.sizes)
+        if picked is not None:
+            return picked
+        piece = piece_of(node)
+        if piece is None or piece.source not in self.frontier.below:
             return None
-        given = bound(node)
-        source = given["self"]
-        sizes, dim = shape(source), given.get("dim", 0) % tensor(source).dim()
-        rows = self._rows(sizes, dim)
-        if rows is None or source not in self.frontier.below:
+        rows = rows_along(piece.source, piece.dim, self.site, self.sizes)
+        if rows is None or self._everything(piece):
             return None
-        if node.target is aten.select.int:
-            last = self._from_end(size_expr(given["index"]))
-        elif self._everything(given):
-            return None
-        else:
-            last = self._suffix(given)
+        last = self._last(piece)
         if last is None:
             return _all_tokens(node, f"{node.target} takes others")
-        return Exit(node, last, rows)
+        return Exit(node, piece.source, last, rows, piece.one)
 
-    def _rows(self, sizes: tuple[Size, ...], dim: int) -> Rows | None:
-        """Batch first, tokens in `dim`; None for a slice of another dim."""
-        tokens, each = self.site.tokens, self.site.each
-        if not self.sizes.equal(sizes[dim], tokens):
+    def _everything(self, piece: Piece) -> bool:
+        return not piece.one and piece.start == 0 and self._to_end(piece.end)
+
+    def _last(self, piece: Piece) -> Size | None:
+        """N, where a piece takes none but the last n tokens and is told by them."""
+        if not piece.one and (piece.step != 1 or not self._to_end(piece.end)):
             return None
-        if each is None:
-            return Rows(Axis(dim, tokens))
-        if dim == 0 or not self.sizes.equal(sizes[0], each):
-            return None
-        return Rows(Axis(dim, tokens), Axis(0, each))
+        return self._from_end(piece.start)
 
-    def _everything(self, given: dict[str, Any]) -> bool:
-        start, end = given.get("start"), given.get("end")
-        return (start is None or size_expr(start) == 0) and self._to_end(end)
-
-    def _suffix(self, given: dict[str, Any]) -> Size | None:
-        if given.get("step", 1) != 1 or not self._to_end(given.get("end")):
-            return None
-        return self._from_end(size_expr(given.get("start") or 0))
-
-    def _to_end(self, end: Any) -> bool:
-        whole = end is None or (isinstance(end, int) and end >= _END)
-        return whole or self.sizes.at_least(end, self.site.tokens)
+    def _to_end(self, end: Size | None) -> bool:
+        return end is None or end >= _END or self.sizes.at_least(end, self.site.tokens)
 
     def _from_end(self, index: Size) -> Size | None:
         """N for -n or L - n; None where that may or may not be one of the two."""

@@ -81,7 +81,7 @@ def plan_blend(
     if isinstance(markers, Declined):
         return markers
     frontier = Frontier.of(graph, markers[0])
-    exits = find_exits(graph, site, frontier, sizes)
+    exits = find_exits(graph, site, frontier, markers[0], sizes)
     if isinstance(exits, Declined):
         return exits
     planned: list[Stage] = []
@@ -94,7 +94,7 @@ def plan_blend(
             frontier,
             tokens=site.tokens,
             batch=site.each,
-            rows=[found.demand for found in exits.tokens] if last else (),
+            rows=exits.demands if last else (),
             whole=[user for marker in wanted if marker for user in marker.users],
             earlier=earlier,
             sizes=sizes,
@@ -105,7 +105,7 @@ def plan_blend(
         if asks and marker is not None:
             question = plan_question(graph, site, frontier, marker, earlier, sizes)
         earlier = {step.demand for step in plan.steps}
-        count = row_count(site, ratio, exits.last)
+        count = row_count(site, ratio, exits.others)
         planned.append(Stage(layer, ratio, marker, count, plan, question))
     return BlendPlan(site, frontier, exits, tuple(planned))
 
@@ -121,14 +121,14 @@ def _checks(
     return [None if layer < 0 else site.markers[layer] for layer, _ in stages]
 
 
-def row_count(site: ReuseSite, ratio: Fraction, exits: Size) -> Size:
+def row_count(site: ReuseSite, ratio: Fraction, others: Size) -> Size:
     """K: all fresh tokens and the ratio of the cached ones, rounded up to one.
 
-    The last token is fresh. Where more than the last is asked for, none but the last may be: so
-    many rows are taken at least.
+    At least `others` of the cached ones, which are asked for: of these none may be fresh, as far as
+    the graph knows.
     """
     ratio_of = ratio.numerator * site.cached + (ratio.denominator - 1)
     chosen = size_expr(FloorDiv(ratio_of, ratio.denominator))
-    if exits != 1:
-        chosen = Minimum(site.cached, Maximum(chosen, exits - 1))
+    if others != 0:
+        chosen = Minimum(site.cached, Maximum(chosen, others))
     return site.fresh + chosen

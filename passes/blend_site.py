@@ -9,7 +9,7 @@ from torch import fx
 from torch_cascade.compiler.graph import Size, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.same_value import same_value
-from torch_cascade.passes.token_frontier import reuse_kv
+from torch_cascade.passes.token_frontier import CONTRACTIONS, reuse_kv
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,20 @@ class ReuseSite:
 def markers_of(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The marked layers, in graph order."""
     return tuple(node for node in graph.nodes if node.target is reuse_kv)
+
+
+def reads_marker(keys: fx.Node) -> bool:
+    """Whether keys are those of a marked layer, expanded for heads or moved about."""
+    waiting, seen = [keys], {keys}
+    while waiting:
+        node = waiting.pop()
+        if node.target is reuse_kv:
+            return True
+        if node.target not in CONTRACTIONS:
+            new = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(new)
+            waiting += new
+    return False
 
 
 def find_reuse(markers: tuple[fx.Node, ...], sizes: Sizes) -> ReuseSite | Declined:

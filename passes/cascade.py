@@ -12,8 +12,9 @@ from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.price import time_text
 from torch_cascade.compiler.record import SiteRecord, source_line
-from torch_cascade.compiler.report import Declined
+from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.attention import find_attention
+from torch_cascade.passes.blend_site import reads_marker
 from torch_cascade.passes.describe import describe_scores, describe_segment, describe_shapes
 from torch_cascade.passes.emit import emit_cascade
 from torch_cascade.passes.failures import Failures
@@ -90,7 +91,7 @@ def _judged(
 ) -> tuple[SiteRecord, CascadePlan | None]:
     resolved = resolve(site, context.sizes)
     if isinstance(resolved, Declined):
-        return _site_record(site, (), reader, None, resolved), None
+        return _site_record(site, (), reader, None, _refined(site, resolved, context)), None
     resolved = at_most(context.options.levels, resolved, batch_size(site), context.sizes)
     planned = plan(site, resolved, reader, context.sizes)
     if isinstance(planned, Declined):
@@ -108,6 +109,15 @@ def _as_read(resolved: tuple[Segment, ...], chosen: CascadePlan) -> tuple[Segmen
     """The segments, each as the plan reads it."""
     spread = {id(s.source): s for part in chosen.parts for s in part.segments if s.source}
     return tuple(spread.get(id(segment), segment) for segment in resolved)
+
+
+def _refined(site: AttentionSite, declined: Declined, context: PassContext) -> Declined:
+    """Nothing shared is no news of a prompt that is blended: the pass blend has its own say."""
+    blends = any(spec.name == "blend" for spec in context.options.passes)
+    of_blend = declined.reason is Reason.NO_SHARED_PREFIX and blends
+    if not (of_blend and reads_marker(site.k.node)):
+        return declined
+    return Declined(Reason.OF_BLEND, site.node.name)
 
 
 def _emitted(

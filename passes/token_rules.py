@@ -39,6 +39,15 @@ DECLINED_OPS: dict[str, str] = {
     "aten._grouped_mm": "groups of rows by expert, of sizes that the data give",
     "transformers.grouped_mm_fallback": "groups of rows by expert, of sizes that the data give",
 }
+DECLINED_OPS |= dict.fromkeys(
+    (
+        "_c10d_functional.wait_tensor",
+        "_c10d_functional.all_reduce",
+        "_c10d_functional.all_gather_into_tensor",
+        "_c10d_functional.reduce_scatter_tensor",
+    ),
+    "ranks that hold some heads each would choose rows of their own, and add up different tokens",
+)
 """Ops known to have no token rule, and why."""
 
 

@@ -21,7 +21,8 @@ from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch._guards import tracing
 from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_unflatten
 from torch.utils._sympy.numbers import int_oo
 
@@ -29,6 +30,10 @@ from torch_cascade.compiler.graph import Size, Sizes, size_expr, value
 
 # A size with no hint (unbacked) is traced as if it were this; nothing may depend on it.
 _UNKNOWN = 193
+
+
+class TraceError(RuntimeError):
+    """What was traced cannot be inlined."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +132,9 @@ def trace(
         spec: how the leaves form (args, kwargs).
         described: `abstraction.describe` of each leaf.
         abstraction: the atoms.
+
+    Raises:
+        TraceError: the function reads values of tensors, or tensors that it was not given.
     """
     world = _World(abstraction)
     pairs = zip(leaves, described, strict=True)
@@ -145,6 +153,8 @@ def trace(
     conditions = tuple(guard.expr for guard in world.shape_env.guards)
     graph = cast("fx.GraphModule", module).graph
     _drop_assertions(graph)
+    _write_out_constants(graph)
+    _check(graph)
     return Trace(graph, world.symbols, conditions)
 
 
@@ -154,6 +164,34 @@ def _drop_assertions(graph: fx.Graph) -> None:
         op="call_function", target=torch.ops.aten._assert_tensor_metadata.default
     ):
         graph.erase_node(node)
+
+
+def _write_out_constants(graph: fx.Graph) -> None:
+    """A number that was made a tensor, as in `x[mask] = 0`, is held by the module of the trace."""
+    for node in graph.find_nodes(op="get_attr"):
+        held = getattr(graph.owning_module, str(node.target))
+        if not isinstance(held, torch.Tensor) or held.dim() != 0:
+            continue
+        with _disable_current_modes():
+            number = held.item()
+        with graph.inserting_before(node):
+            written = graph.call_function(
+                torch.ops.aten.full.default,
+                ([], number),
+                {"dtype": held.dtype, "device": held.device},
+            )
+        written.meta.update(node.meta)
+        node.replace_all_uses_with(written)
+        graph.erase_node(node)
+
+
+def _check(graph: fx.Graph) -> None:
+    """Nothing may depend on the data but elements of tensors."""
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            raise TraceError("it holds a tensor or a function of its own")
+        if free_unbacked_symbols(node.meta.get("val")):
+            raise TraceError(f"{node.target} makes a number or a size of the values of a tensor")
 
 
 class _World:

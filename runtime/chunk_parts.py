@@ -6,7 +6,7 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -184,3 +184,12 @@ def _spans(parts: Sequence[Ids], offset: int) -> tuple[Span, ...]:
         spans.append(Span(offset + position, position, len(part)))
         position += len(part)
     return tuple(spans)
+
+
+def pad_id(model: Any) -> int:
+    """The token that stands before shorter prompts; 0 where the model names none."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        pad = getattr(config, "pad_token_id", None)
+        if isinstance(pad, int):
+            return pad
+    return 0

@@ -63,7 +63,8 @@ class Plan:
         """Int64 [N, F], ascending: the tokens without a cached copy, and the last place of a row.
 
         A row with fewer than others is filled up with padding, from its end, then with its last
-        cached tokens.
+        cached tokens. They are two at least: compilers take a size of 1 for a constant, so one
+        alone would be another graph.
         """
         cached = self.chunks() >= 0
         padding = self.layout.mask() == 0
@@ -72,7 +73,7 @@ class Plan:
         rank[:, -1] = 0  # also where it is padding: a compiled forward's logits end there
         places = torch.arange(self.layout.length)
         order = (rank * self.layout.length - places).argsort(dim=1)
-        count = int((rank == 0).sum(1).max())
+        count = max(int((rank == 0).sum(1).max()), min(2, self.layout.length))
         return order[:, :count].sort(dim=1).values
 
     def old_positions(self) -> Tensor:

@@ -24,6 +24,7 @@ from torch_cascade.runtime.chunk_parts import (
     Part,
     flattened,
     lay_out,
+    pad_id,
     prompt_rows,
     token_ids,
 )
@@ -222,7 +223,7 @@ class ChunkStore:
         return [ChunkKey(self._computed_by(), ids, context) for context in contexts]
 
     def _inputs(self, plan: Plan, report: BlendReport) -> Blended:
-        layout, device, pad = plan.layout, self._device, _pad_id(self._model)
+        layout, device, pad = plan.layout, self._device, pad_id(self._model)
         ids = layout.ids(pad)
         cache = BlendCache(self.rotation.layers)
         if plan.reused:
@@ -295,11 +296,3 @@ def _device_of(model: Any, wanted: torch.device | str | None) -> torch.device:
         if asked.type != device.type or asked.index not in (None, device.index):
             raise ValueError(f"device={asked}, but the model is on {device}")
     return device
-
-
-def _pad_id(model: Any) -> int:
-    for config in (getattr(model, "generation_config", None), model.config):
-        pad = getattr(config, "pad_token_id", None)
-        if isinstance(pad, int):
-            return pad
-    return 0

@@ -12,7 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torch_cascade.runtime.selection import Facts, Selector, SelectorError, selector_name
+from torch_cascade.runtime.selection import (
+    EXPECTED,
+    Facts,
+    Selector,
+    SelectorError,
+    selector_name,
+)
 
 Size = int | torch.SymInt
 
@@ -26,6 +32,7 @@ class Layer:
         k_cached, v_cached: [N, H, L, D].
         fresh_rows, chunks: as in `reuse_kv`.
         kept: int64 [N, K], ascending: which tokens the rows are; None for all.
+        wanted: int64 [N, n], tokens that results are asked of, beside the last ones.
     """
 
     k: Tensor
@@ -35,6 +42,7 @@ class Layer:
     fresh_rows: Tensor
     chunks: Tensor | None = None
     kept: Tensor | None = None
+    wanted: Tensor | None = None
 
     def facts(self, attention: Callable[[], Tensor]) -> Facts:
         """What selectors are told; `attention` is over all L keys."""
@@ -57,8 +65,8 @@ class Layer:
     def ranked(self, scores: Tensor, exits: int) -> Tensor:
         """Rows in the order in which they are to be recomputed, int64 [N, L], or [N, K].
 
-        Fresh tokens and the last `exits` come first, padding (no chunk, not fresh) last; NaN counts
-        as the largest score. Equal scores keep the order of the tokens.
+        Fresh and wanted tokens and the last `exits` come first, padding (no chunk, not fresh) last;
+        NaN counts as the largest score. Equal scores keep the order of the tokens.
         """
         top = torch.finfo(scores.dtype).max
         scores = torch.nan_to_num(scores, nan=top, posinf=top, neginf=-top)
@@ -66,6 +74,8 @@ class Layer:
             scores = scores.masked_fill(self._kept(self.chunks) < 0, -torch.inf)
         positions = self.positions()
         forced = torch.zeros_like(positions, dtype=torch.bool).scatter(1, self.fresh_rows, True)
+        if self.wanted is not None:
+            forced = forced.scatter(1, self.wanted, True)
         forced = forced | (positions >= positions.shape[1] - exits)
         scores = scores.masked_fill(self._kept(forced), torch.inf)
         return scores.sort(dim=1, descending=True, stable=True).indices
@@ -91,9 +101,9 @@ def choose_rows(
 
     Args:
         layer: its keys and values.
-        count: K, how many; not fewer than the fresh tokens and the exits.
+        count: K, how many; not fewer than the fresh and wanted tokens and the exits.
         exits: how many of the last tokens are asked for.
-        selector: gives the scores; None where only fresh tokens and exits are wanted.
+        selector: gives the scores; None where no others are taken.
         attention: see `Facts`, over all L keys.
 
     Returns:
@@ -117,16 +127,26 @@ def _scores(selector: Selector, facts: Facts) -> Tensor:
     name = selector_name(selector)
     try:
         scores = selector(facts)
+        wrong = _wrong(scores, facts.v_deviation)
     except Exception as error:
-        raise SelectorError(f"selector {name}: {type(error).__name__}: {error}") from error
-    wanted = facts.v_deviation
+        said = str(error).strip().partition("\n")[0].rstrip(".")
+        kind = type(error).__name__
+        raise SelectorError(f"selector {name}: {kind}: {said}. {EXPECTED}") from error
+    if wrong:
+        raise SelectorError(f"selector {name}: expected {wrong}")
+    return scores
+
+
+def _wrong(scores: object, wanted: Tensor) -> str:
+    """What is expected of scores, and what they are instead; "" where they are right."""
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
-        raise SelectorError(f"selector {name}: expected floating scores, got {got}")
+        return f"floating scores, got {got}"
+    if scores.device != wanted.device:
+        return f"scores on {wanted.device}, got {scores.device}"
     if tuple(scores.shape) != tuple(wanted.shape):
-        sizes = f"{list(wanted.shape)}, got {list(scores.shape)}"
-        raise SelectorError(f"selector {name}: expected scores {sizes}")
-    return scores
+        return f"scores {list(wanted.shape)}, got {list(scores.shape)}"
+    return ""
 
 
 def chunk_offsets(chunks: Tensor) -> Tensor:

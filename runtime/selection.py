@@ -14,6 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+EXPECTED = (
+    "A selector is traced into the compiled graph: expected plain torch code on the tensors of its "
+    "facts, which neither reads their values (`item`, `tolist`, `numpy`, `if`, sizes that depend "
+    "on them) nor takes tensors from elsewhere"
+)
+
 
 class SelectorError(ValueError):
     """A selector of the user's raised, or gave something else than scores."""
@@ -79,9 +85,13 @@ def by_both(facts: Facts) -> Tensor:
 
 
 def by_heads(facts: Facts) -> Tensor:
-    """The first tokens of each chunk (EPIC, arXiv 2410.15332)."""
+    """The first tokens of each chunk (EPIC, arXiv 2410.15332) whose reuse is wrong.
+
+    A chunk that stands after what it was cached after, as the first one does, comes last.
+    """
     assert facts.offsets is not None, "the pass has asked for chunks"
-    return -facts.offsets.to(facts.v_deviation.dtype)
+    scores = -facts.offsets.to(facts.v_deviation.dtype)
+    return scores.masked_fill(_in_exact_chunk(facts), -torch.inf)
 
 
 def by_chance(facts: Facts) -> Tensor:
@@ -110,9 +120,27 @@ BUILT_IN: Mapping[str, Selector] = {
 }
 """The selectors that the option `selector` knows by name."""
 
+ROUNDING = 1e-3
+"""Of the largest deviation: a squared one in bfloat16 that is rounding stays far below."""
+
 NEEDS_CHUNKS = frozenset({"heads"})
 SILENT = frozenset(BUILT_IN) - {"attention"}
 """Those that never ask for the attention."""
+
+
+def _in_exact_chunk(facts: Facts) -> Tensor:
+    """Bool [N, L]: the first token of its chunk deviates by rounding only.
+
+    It sees the chunk's context and little else, so it deviates as soon as that is another one.
+    """
+    assert facts.chunks is not None and facts.offsets is not None
+    begins = facts.positions - facts.offsets
+    place = torch.arange(begins.shape[1], device=begins.device).expand_as(begins)
+    before = torch.cat([begins[:, :1] - 1, begins[:, :-1]], 1)
+    first = torch.cummax(torch.where(begins != before, place, 0), 1).values
+    cached = facts.v_deviation.masked_fill(facts.chunks < 0, 0.0)
+    of_head = cached.gather(1, first)
+    return of_head <= ROUNDING * of_head.amax(1, keepdim=True)
 
 
 def _hashed(x: Tensor) -> Tensor:

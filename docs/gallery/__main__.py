@@ -1,8 +1,8 @@
 """Makes the gallery again: `python docs/gallery`, from a checkout that is installed.
 
-Each program beside this file is run as it is. What it reports becomes NAME.txt, the picture of its
-attentions NAME.svg, and all of them together docs/gallery.md. Times, folders and the machine's own
-speed are left out, so that the files change only where programs or package do.
+Each program beside this file is run as it is. What it reports becomes NAME.txt, the picture of the
+graph after the passes NAME.svg, and all of them together docs/gallery.md. Times, folders and the
+machine's own speed are left out, so that the files change only where programs or package do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 
 from torch_cascade.compiler import calibration
 from torch_cascade.compiler.device_table import cpu_device
+from torch_cascade.compiler.picture import svg
 from torch_cascade.compiler.summary import Report
 
 HERE = Path(__file__).parent
@@ -101,7 +102,9 @@ def _exhibit(name: str) -> Exhibit:
         report = _run(f"{name}.py", source)["report"]
     assert isinstance(report, Report), f"{name}.py: expected a Report called report, got {report!r}"
     (record,) = report.compilations
-    return Exhibit(name, source, _text(report), record.picture)
+    pictures = record.pictures
+    assert pictures is not None and pictures.after is not None, f"{name}.py: nothing was drawn"
+    return Exhibit(name, source, _text(report), svg(pictures.after, "the graph after the passes"))
 
 
 def _run(file: str, source: str) -> dict[str, Any]:

@@ -59,6 +59,14 @@ def test_why_nothing_is_reused():
     assert "`logits_to_keep=1`" in text
 
 
+def test_attention_of_a_blend_is_said_to_be_that():
+    """Not that it shares nothing, which asks for a SharedPrefixCache; unless nothing blends."""
+    for options in ({"min_tokens": 0}, {}):  # blended, and declined
+        text = flat(reported(**options))
+        assert "Not rewritten: of-blend (3)" in text and "no-shared-prefix" not in text
+    assert "no-shared-prefix (3)" in flat(reported(passes="cascade"))
+
+
 def test_json():
     blend = json.loads(reported(min_tokens=0).to_json())["graphs"][0]["blend"]
     assert blend["layers"] == ["computed", "checked", "reused"] and blend["reused"] == 2

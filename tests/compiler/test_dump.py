@@ -19,7 +19,11 @@ from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.layers import arrange
 from torch_cascade.compiler.record import Compilation
 
-ALL = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json", "section.html"}
+PASSES = ("01.cascade", "02.blend", "03.lower")
+TEXTS = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json", "section.html"}
+RUNNABLE = {f"{n}.{when}.py" for n in PASSES for when in ("before", "after")} | {"repro.py"}
+ALL = TEXTS | RUNNABLE
+REPORTS = {"index.md", "report.json", "report.html"}
 
 
 def run(fn, folder, args=None, **options):
@@ -39,7 +43,7 @@ def names(folder):
 def test_what_is_written(tmp_path):
     folder = tmp_path / "deep" / "dump"
     record = run(attention, folder)
-    assert names(folder) == {"000", "report.json", "report.html"} and names(folder / "000") == ALL
+    assert names(folder) == {"000"} | REPORTS and names(folder / "000") == ALL
     assert (folder / "000/before.txt").read_text() == record.before + "\n"
     assert (folder / "000/after.txt").read_text() == record.after + "\n"
     lowered = (folder / "000/lowered.txt").read_text()
@@ -48,7 +52,9 @@ def test_what_is_written(tmp_path):
     (graph,) = content["graphs"]
     assert (content["version"], content["sites"], content["rewritten"]) == (1, 1, 1)
     assert graph == json.loads((folder / "000/graph.json").read_text())
-    assert graph["folder"] == "000" and not {"before", "after"} & {*graph}
+    of_report = {*json.loads(torch_cascade.last_report().to_json())["graphs"][-1]}
+    assert {*graph} == of_report - {"before", "after"} | {"folder", "notes"}
+    assert graph["folder"] == "000" and graph["notes"] == ["Inductor handed out no generated code"]
     assert graph["options"]["dump"] == str(folder)
 
 
@@ -63,7 +69,7 @@ def test_every_graph_has_a_number_and_numbers_go_on(tmp_path, monkeypatch):
     (tmp_path / "notes.txt").write_text("mine")
     monkeypatch.setenv("TORCH_CASCADE_DUMP", str(tmp_path))
     torch_cascade.explain(broken, *inputs())
-    assert names(tmp_path) == {"007", "008", "009", "notes.txt", "report.json", "report.html"}
+    assert names(tmp_path) == {"007", "008", "009", "notes.txt"} | REPORTS
     assert names(tmp_path / "007") == set() and names(tmp_path / "009") == ALL - {"graph.svg"}
     torch_cascade.explain(unshared, *inputs())
     content = json.loads((tmp_path / "report.json").read_text())
@@ -165,8 +171,8 @@ def drawn(folder):
         (rect,) = group.iter(f"{SVG}rect")
         lines = [text.text for text in group.iter(f"{SVG}text")]
         (title,) = group.iter(f"{SVG}title")
-        assert float(rect.get("width")) >= 7 * max(map(len, lines))
-        boxes.append((rect.get("fill"), lines, title.text))
+        assert float(rect.get("width")) >= 6.6 * max(map(len, lines))
+        boxes.append((rect.get("class"), lines, title.text))
     return boxes, root
 
 
@@ -184,18 +190,21 @@ def test_the_picture_of_one_attention(tmp_path):
     ]
     assert len(list(root.iter(f"{SVG}path"))) == 4 + 2
     colours = {lines[0]: fill for fill, lines, _ in boxes}
-    assert len(set(colours.values())) == 4  # the prefix, attend, merge, everything else
+    assert len(set(colours.values())) == 4  # the prefix, the suffix, merge, everything else
     base = last_compilation().sites[0].segments[0].base.split()[0]
-    inputs_of_attend = {name for name in colours if name.startswith("arg")} - {base}
-    assert {colours[name] for name in inputs_of_attend} == {colours["arg2_1"]} != {colours[base]}
+    suffix = last_compilation().sites[0].segments[1].base.split()[0]
+    assert colours[base] == colours["cascade.attend for 4 branches"] == "k-shared"
+    assert colours[suffix] == colours["cascade.attend"] == "k-own"
     assert all(title.startswith("%") for _, _, title in boxes)
 
 
 def test_layers_that_are_alike_are_drawn_once(tmp_path):
     run(stack(3), tmp_path)
-    boxes, _ = drawn(tmp_path)
+    boxes, root = drawn(tmp_path)
     merges = [lines[0] for _, lines, _ in boxes if "merge" in lines[0]]
-    assert merges == ["cascade.merge  (3 times)"]
+    assert merges == ["cascade.merge"] * 2  # the first layer has nothing to add to
+    said = [text.text for text in root.iter(f"{SVG}text")]
+    assert "layers 1 to 2 are alike: 2 times" in said
 
 
 def test_what_was_left_as_it_is_and_odd_names_are_drawn_too(tmp_path):

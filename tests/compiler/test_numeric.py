@@ -54,7 +54,7 @@ def masked(q, prefix, suffix):
 def test_right_rewrites_are_right(fn, dtype, dynamic):
     found = run(fn, inputs(dtype=dtype), dynamic, strict=True)
     assert found and all(f is not None and not f.unchecked and not f.wrong for f in found)
-    assert all(0 <= f.error <= f.bound < 0.5 for f in found)
+    assert all(0 <= f.error <= f.bound < 0.6 for f in found)
     assert dtype == torch.float64 or all(f.eager_error > 0 for f in found)
 
 

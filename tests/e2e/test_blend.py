@@ -8,13 +8,18 @@ from torch.utils._pytree import tree_map_only
 OPTIONS = {"decide": "always", "strict": True, "check_layers": "0:0.4,1:0.2"}
 
 
+def picked(x):
+    """A token of each row, wherever it stands."""
+    return x[torch.arange(3), torch.tensor([3, -1, 8])]
+
+
 def test_generated_code_is_like_the_interpreted_graph():
-    """A batch of three, gradual, in float32 against float64."""
-    model, options = Plain(), OPTIONS | {"selector": "random"}
+    """A batch of three, gradual, tokens by an index; in float32 against float64."""
+    model, options = Plain(then=picked), OPTIONS | {"selector": "random"}
     args = inputs(batch=3)
     double = tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, args)
     eager, record = compiled(model, *args, **options)
-    exact, _ = compiled(Plain().double(), *double, **options)
+    exact, _ = compiled(Plain(then=picked).double(), *double, **options)
     assert record.layers == ("checked", "checked", "reused")
     torch._dynamo.reset()
     with torch.no_grad():

@@ -117,6 +117,20 @@ def test_more_logits_than_fresh_tokens(stages):
     assert got.logits.shape[1] == 4
 
 
+@pytest.mark.parametrize("stages", [{1: "0.2"}, {1: "0.5", 2: "0.2"}])
+def test_logits_of_tokens_that_a_tensor_names(stages):
+    """`logits_to_keep` as a tensor: of the last tokens backwards, as the oracle knows these."""
+    model, call = model_of("Llama"), {"logits_to_keep": torch.tensor([-1, 16, -3, 14])}
+    prompt = prompt_of(model, [[7, 9, 2], [5, 4, 7, 2]])
+    got = blended(model, prompt, call, check_layers=stages)
+    slices = blended(model, prompt, {"logits_to_keep": 4}, check_layers=stages)
+    torch.testing.assert_close(got.logits, slices.logits.flip(1))
+    call = {"logits_to_keep": torch.tensor([5, -1, 0])}
+    everything = blended(model, prompt, call, recompute_ratio=1)
+    exact = full(model_of("Llama", torch.float64), prompt.to(torch.float64), call)
+    assert_like(everything, full(model, prompt, call), exact)
+
+
 class TestOneArtefact:
     """Calls of one compiled function, with everything but the lengths alike."""
 

@@ -9,7 +9,9 @@ from support.blend_models import blended, full, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.functional import scaled_dot_product_attention as sdpa
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from torch_cascade import explain, reuse_kv
@@ -21,7 +23,6 @@ from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
 from torch_cascade.passes import blend, blend_emit
 from torch_cascade.passes.blend import BlendPass
-from torch_cascade.passes.token_registry import rule_of
 
 
 def assert_declined(model, args, reason, detail="", **options):
@@ -45,11 +46,16 @@ def _double(args):
     return tree_map_only(torch.Tensor, double, args)
 
 
+MASK = torch.arange(T)[:, None] > 3
+FEATURES = torch.arange(WIDTH).expand(1, 1, WIDTH) % T
+
 ALL = {
     "logits of all tokens": (lambda x: x * 2, "all of them"),
     "the first tokens": (lambda x: x[:, :3], "takes others"),
     "a piece in the middle": (lambda x: x[:, 2:5], "takes others"),
-    "tokens by an index": (lambda x: x[:, torch.tensor([3, 5])], "all of them"),
+    "tokens by a mask": (lambda x: torch.where(MASK, x, 0), "all of them"),
+    "features by an index": (lambda x: x.gather(1, FEATURES), "all of them"),
+    "a piece of a split": (lambda x: x.split(7, 1)[0], "takes others"),
     "the last, and a mean": (lambda x: x[:, -1] + x.mean(1), "all of them"),
 }
 
@@ -69,14 +75,45 @@ def test_results_of_all_tokens_are_an_error(name):
 
 
 EXITS = {
-    "slice": (lambda x: x[:, -1:], 1),
-    "two": (lambda x: x[:, -2:], 2),
-    "select": (lambda x: x[:, -1], 1),
-    "from a number": (lambda x: x[:, T - 3 :], 3),
-    "second to last": (lambda x: x[:, -2], 2),
-    "a token by its number": (lambda x: x[:, 5], T - 5),
-    "several": (lambda x: (x[:, -1], x[:, -3:].sum(1), x[:, -1:].relu()), 3),
+    "slice": (lambda x: x[:, -1:], 0),
+    "slice in all dims": (lambda x: x[:, -1:, :], 0),
+    "two": (lambda x: x[:, -2:], 1),
+    "select": (lambda x: x[:, -1], 0),
+    "select after dots": (lambda x: x[..., -1, :], 0),
+    "from a number": (lambda x: x[:, T - 3 :], 2),
+    "second to last": (lambda x: x[:, -2], 1),
+    "a token by its number": (lambda x: x[:, 5], T - 6),
+    "several": (lambda x: (x[:, -1], x[:, -3:].sum(1), x[:, -1:].relu()), 2),
+    "narrow": (lambda x: x.narrow(1, -1, 1), 0),
+    "unbind": (lambda x: x.unbind(1)[-1], 0),
+    "split": (lambda x: x.split([T - 2, 2], 1)[1], 1),
+    "chunk": (lambda x: x.chunk(7, 1)[-1], 1),
+    "tensor_split": (lambda x: x.tensor_split([T - 1], 1)[1], 0),
+    "list": (lambda x: x[:, [-1]], 0),
+    "list of two": (lambda x: x[:, [-3, -1]], 2),
+    "tensor": (lambda x: x[:, torch.tensor([T - 1])], 0),
+    "tokens anywhere, twice": (lambda x: x[:, torch.tensor([[3, 5], [5, -1]])], 4),
+    "index_select": (lambda x: x.index_select(1, torch.tensor([T - 1])), 0),
+    "arange": (lambda x: x[:, torch.arange(T - 2, T)], 2),
+    "gather": (lambda x: x.gather(1, torch.full((3, 1, WIDTH), T - 1)), 0),
+    "gather of expanded": (
+        lambda x: x.gather(1, torch.tensor([[4], [2], [9]])[..., None].expand(3, 1, WIDTH)),
+        1,
+    ),
+    "take_along_dim": (lambda x: x.take_along_dim(torch.tensor([[[-1]]]), 1), 0),
+    "take_along_dim of each": (
+        lambda x: x.take_along_dim(torch.tensor([[1, 3], [-1, 2], [0, 9]])[..., None], 1),
+        2,
+    ),
+    "rows and tokens": (lambda x: x[torch.arange(3), torch.tensor([4, -1, 7])], 1),
+    "rows and the last": (lambda x: x[torch.arange(3), -1], 0),
+    "rows and tokens, wide": (
+        lambda x: x[torch.arange(3)[:, None], torch.tensor([[4, 1], [-1, 2], [7, 7]])],
+        2,
+    ),
+    "an index and a slice": (lambda x: (x[:, [2]], x[:, -2:]), 2),
 }
+"""How tokens are asked for, and how many rows more than the fresh ones that may take."""
 
 
 def tensors(result):
@@ -91,7 +128,7 @@ def in_float64(args):
 
 @pytest.mark.parametrize("name", EXITS)
 def test_last_tokens_however_they_are_asked_for(name):
-    then, last = EXITS[name]
+    then, others = EXITS[name]
     model, args = Plain(then=then), inputs(batch=3)
     got, record = compiled(model, *args, recompute_ratio=1, strict=True, verify=True)
     with torch.no_grad():
@@ -100,7 +137,63 @@ def test_last_tokens_however_they_are_asked_for(name):
         assert_close_to_reference(actual, eager, wanted)
     assert record.layers == ("computed", "checked", "reused")
     _, reuse = compiled(model, *args, recompute_ratio=0, strict=True, verify=True)
-    assert reuse.stages[0].now == 2 + max(0, last - 1)
+    assert reuse.stages[0].now == 2 + others
+
+
+class Last(Plain):
+    """Picks tokens by an index that it is given, or computes of its inputs."""
+
+    def forward(self, x, cached, fresh, picked, at_rows=False):
+        found = super().forward(x, cached, fresh)
+        return found[torch.arange(len(x)), picked] if at_rows else found[:, picked]
+
+
+def oracle(model, x, cached, fresh, picked, rows):
+    """Eager, for all tokens, cached keys and values below layer 1 where a token is not chosen."""
+    chosen = None
+    for number, qkv in enumerate(model.qkv):
+        heads = qkv(x).view(*x.shape[:2], 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        q, k, v = heads.unbind(0)
+        if number == 1:
+            scores = ((v - cached[1][1]) ** 2).sum((1, 3))
+            forced = scores.scatter(1, fresh, torch.inf).scatter(1, picked % T, torch.inf)
+            chosen = torch.zeros_like(forced).bool().scatter(1, forced.topk(rows).indices, True)
+        if number > 1:
+            k, v = (
+                torch.where(chosen[:, None, :, None], new, old)
+                for new, old in zip((k, v), cached[number], strict=True)
+            )
+        x = x + sdpa(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    return x.gather(1, (picked % T)[..., None].expand(-1, -1, WIDTH))
+
+
+@pytest.mark.parametrize(("batch", "at_rows"), [(1, False), (3, False), (3, True), (1, True)])
+def test_tokens_that_the_data_name(batch, at_rows):
+    """One artefact for all indices; what is asked for is computed, the others by their scores."""
+    model, args = Last(then=lambda x: x), inputs(batch=batch)
+    fn = torch.compile(model, backend=eager_cascade(recompute_ratio="0.3", decide="always"))
+    torch._dynamo.reset()
+    records = []
+    for start in ([0, 5, -1], [9, -14, 3]):
+        picked = torch.tensor(start[:batch] if at_rows else start[:2])
+        with torch.no_grad():
+            got = fn(*args, picked, at_rows)
+            records.append(last_compilation())
+            all_picked = picked[:, None] if at_rows else picked.expand(batch, 2)
+            rows = records[0].blend.stages[0].now
+            usual = oracle(model, *args, all_picked, rows)
+            exact = oracle(copy.deepcopy(model).double(), *in_float64(args), all_picked, rows)
+        found = got[:, None] if at_rows else got
+        assert_close_to_reference(found, usual, exact)
+    assert rows == 2 + 4 and records[0] is records[1]
+
+
+def test_an_index_that_depends_on_what_is_reused_is_an_error():
+    def then(x):
+        return x[:, x.argmax(1)[0, :1]]
+
+    with pytest.raises(Exception, match="all of them"):
+        compiled(Plain(then=then), *inputs())
 
 
 def shifted(x, layer):
@@ -123,10 +216,28 @@ def test_the_same_above_the_check_layer_is_no_matter():
     assert record.declined is None
 
 
-def test_a_model_in_shards_is_declined():
+@pytest.fixture
+def group():
+    """Two ranks of which there is one: collectives give back what they are given."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_model_in_shards_is_declined(group):
     """Ranks that hold some heads each would choose rows of their own; their sum would mix rows."""
-    assert rule_of(torch.ops._c10d_functional.all_reduce.default) is None
-    assert rule_of(torch.ops._c10d_functional.wait_tensor.default) is None
+
+    def between(x, layer):
+        return functional_collectives.all_reduce(x, "sum", group)
+
+    x, cached, fresh = inputs()
+    got, record = compiled(Plain(), x, cached, fresh, None, between)
+    assert record.declined.reason is Reason.NO_TOKEN_RULE
+    assert "would choose rows of their own" in record.declined.detail
+    with torch.no_grad():
+        torch.testing.assert_close(got, Plain()(x, cached, fresh, None, between))
+    _, above = compiled(Plain(), x, cached, fresh, None, lambda x, n: x if n else between(x, n))
+    assert above.declined is None
 
 
 def test_grouped_experts():

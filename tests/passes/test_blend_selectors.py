@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.backend import last_compilation
 from support.blend_models import blended, expected, model_of, prompt_of
+from support.blend_plain import Plain, compiled, inputs
 from support.tolerance import assert_close_to_reference
 from transformers import DynamicCache
 
@@ -17,6 +18,9 @@ from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
 from torch_cascade.runtime.row_choice import Layer, choose_rows, chunk_offsets, mean_attention
 from torch_cascade.runtime.selection import BUILT_IN, Facts
+
+READS = r".*\n?.*expected plain torch code on the tensors of its facts, which neither reads"
+OUTSIDE = torch.ones(14)
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]
 
@@ -129,6 +133,24 @@ def test_chunk_heads():
     assert chunk_offsets(repeated)[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 0, 1]
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_chunk_heads_are_those_whose_reuse_is_wrong(kind):
+    """The first chunk of a prompt is exact up to rounding, and so is one behind its own context."""
+    chunks = torch.tensor([[0] * 4 + [-1] * 2 + [1] * 3 + [2] * 4] * 2)
+    known = layer(chunks=chunks, fresh_rows=torch.tensor([[4, 5, 12]] * 2))
+    for n, exact in ((0, chunks[0] == 0), (1, chunks[1] != 1)):
+        known.v_cached[n][:, exact] = known.v[n][:, exact].to(kind).float()
+    assert chosen(known, 7, "heads") == [[4, 5, 6, 7, 9, 10, 12], [0, 4, 5, 6, 7, 8, 12]]
+
+
+def test_chunk_heads_where_an_earlier_check_kept_few():
+    known = layer(batch=1)
+    known.v_cached[:, :, :5] = known.v[:, :, :5]
+    kept = torch.tensor([[1, 2, 3, 6, 7, 11, 12]])
+    few = replace(known, k=known.k[:, :, kept[0]], v=known.v[:, :, kept[0]], kept=kept)
+    assert chosen(few, 4, "heads") == [[6, 7, 11, 12]]
+
+
 def test_random_is_the_same_every_time_and_uniform():
     known = layer(length=2001, batch=1, chunks=None)
     rows = chosen(known, 402, "random")
@@ -222,14 +244,33 @@ class TestOfUsers:
             (lambda facts: facts.nothing, "AttributeError"),
             (lambda facts: facts.positions, "expected floating scores, got torch.int64"),
             (lambda facts: 3, "expected floating scores, got int"),
-            (lambda facts: facts.v_deviation[:, 1:], r"expected scores \[2, 21\], got \[2, 20\]"),
+            (lambda facts: facts.v_deviation[:, 1:], r"expected scores \[1, 14\], got \[1, 13\]"),
+            (lambda facts: facts.v_deviation.to("meta"), "expected scores on cpu, got meta"),
+            (lambda facts: facts.v_deviation * facts.v_deviation.max().item(), READS),
+            (lambda facts: facts.v_deviation if facts.v_deviation.max() > 0 else None, READS),
+            (lambda facts: torch.tensor(facts.v_deviation.tolist()), READS),
+            (lambda facts: torch.from_numpy(facts.v_deviation.numpy()), READS),
+            (lambda facts: facts.v_deviation[:, int(facts.positions.max())], READS),
+            (lambda facts: facts.v_deviation[facts.positions > 2], READS),
+            (lambda facts: facts.v_deviation + facts.positions.nonzero()[0, 0], READS),
+            (lambda facts: facts.v_deviation * torch.tensor([1.0] * 14), READS),
+            (lambda facts: facts.v_deviation * OUTSIDE, READS),
         ],
     )
     def test_its_faults_are_errors(self, selector, message):
-        model = model_of("Llama", layers=2)
-        prompt = prompt_of(model, ROWS)
+        """Whatever breaks the tracing names the selector, and says what is expected of one."""
         with pytest.raises(Exception, match=f"SelectorError: selector <lambda>: {message}"):
-            blended(model, prompt, selector=selector, strict=False)
+            compiled(Plain(), *inputs(), selector=selector)
+
+    def test_numbers_may_be_written_into_its_scores(self):
+        def selector(facts):
+            scores = facts.v_deviation.clone()
+            scores[facts.positions < 12] = 0.0
+            scores[:, 3] = torch.tensor(7.0)
+            return scores
+
+        _, record = compiled(Plain(), *inputs(), selector=selector, recompute_ratio=0.1)
+        assert record.declined is None and record.stages[0].now == 2 + 2
 
     def test_it_is_in_the_key_of_caches_or_nothing_is_cached(self):
         def key(selector):

@@ -235,7 +235,7 @@ def test_nothing_cached_and_all_cached(scene):
     assert fresh.past_key_values.layers[0].cached is None and fresh.report.reused == 0
     everything = store.blend([b, a])
     reuse = everything.past_key_values.layers[0].reuse
-    assert reuse.fresh_rows.tolist() == [[len(a) + len(b) - 1]]
+    assert reuse.fresh_rows.tolist() == [[len(a) + len(b) - 2, len(a) + len(b) - 1]]
     assert reuse.chunks[0].tolist() == [0] * len(b) + [1] * (len(a) - 1) + [-1]
     lone = store_of(model, [7]).blend([[7]])
     assert lone.report.reused == 0
@@ -243,6 +243,22 @@ def test_nothing_cached_and_all_cached(scene):
         with torch.no_grad():
             logits = model(**blended, logits_to_keep=1).logits[0]
         torch.testing.assert_close(logits, full_prefill(model, row)[0][-1:])
+
+
+def test_how_many_tokens_are_fresh_is_no_other_graph(scene):
+    """A prompt that ends in a cached chunk has one; compilers take a size of 1 for a constant."""
+    model, store, a, b, question = scene
+    backend = Counting()
+    fn = torch.compile(model, backend=backend)
+    with torch.no_grad():
+        for parts in ([a, b, question], [a, a, b, question[:3]]):  # one length, then all
+            fn(**store.blend(parts), logits_to_keep=1)
+        known = len(backend.graphs)
+        for parts in ([b, a], [a, b, a], [a, question[:1]], [question, a, question[:2], b, b]):
+            logits = fn(**store.blend(parts), logits_to_keep=1).logits
+            row = [token for part in parts for token in part]
+            torch.testing.assert_close(logits[0], full_prefill(model, row)[0][-1:])
+    assert len(backend.graphs) == known == 2
 
 
 class Counting:
