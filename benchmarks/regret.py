@@ -16,11 +16,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_cascade.benchmarks import command, grid, record, regret_measure, regret_report
+from torch_cascade.benchmarks import (
+    command,
+    grid,
+    record,
+    regret_measure,
+    regret_report,
+    strategies,
+)
 from torch_cascade.benchmarks.grid import Shape
 from torch_cascade.benchmarks.record import Line, Record
 from torch_cascade.compiler.calibration import device_for
 from torch_cascade.compiler.device import Device
+from torch_cascade.compiler.device_table import cpu_device, gpu_device
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,12 +55,15 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--json", type=Path, metavar="FILE", help="default: benchmarks/results/")
     made.add_argument("--resume", action="store_true", help="keep what the file already holds")
+    made.add_argument("--again", type=Path, metavar="FILE", help="only judge a file's times again")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; the exit status is 0, 1 where a strategy is wrong."""
     options = parser().parse_args(arguments)
+    if options.again is not None:
+        return _judge_again(options.again)
     kind = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     device = command.cuda_device() if kind == "cuda" else torch.device("cpu")
     if device is None:
@@ -75,6 +86,26 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
         _measure(made, path, left, options, device, console)
     _report(made, path, device_for(device, options.calibration), console)
     return command.status(made, list(regret_measure.CHECKED))
+
+
+def _judge_again(path: Path) -> int:
+    """What today's rules make of times that were measured before, anywhere; it stays in the file.
+
+    Figures are those of the table for the device that the file names.
+    """
+    from rich.console import Console
+
+    content = json.loads(path.read_text())
+    lines = [record.line_of(each) for each in content["lines"]]
+    on_gpu = any(strategies.COPY in line.results for line in lines)
+    device = gpu_device(content["device"]) if on_gpu else cpu_device("", threads=1)
+    found = regret_report.regrets(lines, device)
+    content["settings"] |= {"regret": regret_report.summary(found), "figures": str(device)}
+    path.write_text(json.dumps(content, separators=(",", ":")) + "\n")
+    Console(width=max(120, Console().width)).print(regret_report.table(found))
+    if importlib.util.find_spec("matplotlib"):
+        regret_report.draw_map(lines, device).savefig(path.with_suffix(".png"), dpi=100)
+    return 0
 
 
 def _report(made: Record, path: Path, device: Device, console: Console) -> None:

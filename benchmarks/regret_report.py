@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ from torch_cascade.compiler.device import Device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Choose = Callable[[Shape, Device], bool]
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,9 @@ def regrets(lines: Sequence[Line], device: Device) -> list[Regret]:
         losses, cascades = [], 0
         for line, shape, times in usable(lines, device):
             chosen = rule(shape, device)
-            cascades += chosen
-            taken = times[strategies.LEVELS if chosen else strategies.NAIVE]
+            cascades += chosen != strategies.NAIVE
+            # Where joins were not measured, all levels stand for them.
+            taken = times.get(chosen, times[strategies.LEVELS])
             losses.append((taken / min(times.values()) - 1, line.label))
         if losses:
             made.append(Regret(name, tuple(sorted(losses, reverse=True)), cascades))
@@ -161,7 +160,7 @@ def _panel(
         ratio = times[strategies.NAIVE] / times[strategies.LEVELS]
         place = (shape.branches, shape.prefix)
         colour = "tab:green" if ratio > 1 else "tab:red"
-        marker = "o" if RULES["model"](shape, device) else "x"
+        marker = "x" if RULES["model"](shape, device) == strategies.NAIVE else "o"
         axes.plot(*place, marker, color=colour, markersize=11, markerfacecolor="none")
         axes.annotate(f"{ratio:.1f}", place, xytext=(8, 5), textcoords="offset points", fontsize=7)
     axes.plot([], [], "o", color="gray", markerfacecolor="none", label="we cascade")

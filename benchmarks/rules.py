@@ -1,22 +1,30 @@
 """Rules that decide whether a shape is computed as a cascade: ours, and those of others.
 
 The others count in units of their own systems (batches of requests with one prefix, trees), and are
-applied here to one request and its branches; `True` is a cascade.
+applied here to one request and its branches. A rule says the name of a strategy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from torch_cascade.benchmarks.grid import Shape
-from torch_cascade.benchmarks.strategies import is_shared, is_view
-from torch_cascade.compiler.decide import Facts, priced
+from torch_cascade.benchmarks.strategies import (
+    JOIN_ROOT,
+    JOIN_SUFFIX,
+    LEVELS,
+    NAIVE,
+    is_shared,
+    is_view,
+)
+from torch_cascade.compiler.decide import Facts, cheapest_of, priced
 from torch_cascade.compiler.device import Device
 from torch_cascade.compiler.work import KeyRun, Work
 
-Rule = Callable[[Shape, Device], bool]
+Rule = Callable[[Shape, Device], str]
 
 DTYPES = {2: "bfloat16", 4: "float32"}
 
@@ -46,13 +54,29 @@ def work_of(shape: Shape, kind: str) -> Work:
 
 
 def facts_of(shape: Shape, device: Device) -> Facts:
-    """Both ways of a shape priced by the cost model."""
+    """Both ways of a shape priced by the cost model, all levels of its own."""
     return priced(work_of(shape, device.kind), device)
 
 
-def model(shape: Shape, device: Device) -> bool:
+def ways_of(shape: Shape, device: Device) -> dict[str, Work]:
+    """Every cascade of a shape that the compiler chooses from, by the strategy's name."""
+    work = work_of(shape, device.kind)
+    ways = {LEVELS: work}
+    if device.kind != "cpu" and shape.root and shape.suffix:
+        root, prefix, suffix = work.runs
+        lower = KeyRun(suffix.rows, prefix.length + suffix.length, joined=True)
+        upper = KeyRun(prefix.rows, root.length + prefix.length, joined=True)
+        ways[JOIN_SUFFIX] = replace(work, runs=(root, lower), own=work.own_tokens)
+        ways[JOIN_ROOT] = replace(work, runs=(upper, suffix), own=work.own_tokens)
+    return ways
+
+
+def model(shape: Shape, device: Device) -> str:
     """`decide=auto`."""
-    return facts_of(shape, device).pays
+    ways = ways_of(shape, device)
+    names, works = list(ways), list(ways.values())
+    chosen = cheapest_of(works, device)
+    return names[chosen] if priced(works[chosen], device).pays else NAIVE
 
 
 def always(shape: Shape, device: Device) -> bool:
@@ -129,11 +153,16 @@ def _stays(shape: Shape, goes_down: Callable[[int, int], bool]) -> bool:
     return parent > child or shape.root > 0
 
 
+def _choosing(whether: Callable[[Shape, Device], bool]) -> Rule:
+    """A rule that only says whether, as one that names the strategy: all levels, or none."""
+    return lambda shape, device: LEVELS if whether(shape, device) else NAIVE
+
+
 RULES: dict[str, Rule] = {
     "model": model,
-    "always": always,
-    "never": never,
-    "vLLM": vllm,
-    "PAT": pat,
-    "FastTree": fasttree,
+    "always": _choosing(always),
+    "never": _choosing(never),
+    "vLLM": _choosing(vllm),
+    "PAT": _choosing(pat),
+    "FastTree": _choosing(fasttree),
 }

@@ -1,6 +1,6 @@
 """What `python -m torch_cascade calibrate` measured: one small JSON file a device, and its reading.
 
-    {"schema": 1, "machine": {"kind": "cpu", "name": "...", "threads": 2}, "torch": "2.13.0",
+    {"schema": 2, "machine": {"kind": "cpu", "name": "...", "threads": 2}, "torch": "2.13.0",
      "date": "...", "figures": {"read": 1.2e10, ...}}
 
 A file of another machine, of another schema, or with numbers that cannot be is refused with the
@@ -25,7 +25,7 @@ from torch_cascade.compiler.device import CPU_FIGURES, GPU_FIGURES, Device
 from torch_cascade.compiler.device_table import from_table, model_name
 from torch_cascade.compiler.options import cache_folder
 
-SCHEMA = 1
+SCHEMA = 2
 # Figures that are facts of a device and not measured.
 NOT_MEASURED = frozenset({"processors", "cache", "shared"})
 

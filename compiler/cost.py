@@ -72,7 +72,7 @@ def _values(work: Work, device: Device) -> dict[sympy.Symbol, float]:
         terms.ACC_BYTES: work.acc_bytes,
         terms.NAIVE_HEADS: work.naive_heads,
         terms.KEYS: sum(run.length for run in work.runs),
-        terms.ONCE: work.kv_heads * work.token_bytes * sum(r.rows * r.length for r in work.runs),
+        terms.ONCE: work.kv_heads * work.token_bytes * int(work.own_tokens),
         terms.COPIED: float(_is_copied(work, device)),
         terms.ONE_FLOP: 1,
         terms.READ: device["read"],
@@ -141,6 +141,8 @@ def _cpu_cascade(
     for part, run in zip(parts, used, strict=True):
         packed = work.batch * work.q_len * work.heads // (run.rows * work.kv_heads)
         values[part.block] = _cpu_block(packed)
+        if run.joined:
+            kernels.append(terms.join(part))
         converted = work.kv_bytes < work.acc_bytes
         kernels += terms.cpu_part(part, shared=run.rows < work.batch, converted=converted)
     if len(parts) > 1:
@@ -231,7 +233,7 @@ def _gpu_cascade(
 ) -> Price:
     values |= {terms.ATTEND: device["attend"], terms.STEP: device["step"]}
     values |= {terms.ATTEND_READ: device["attend.read"]}
-    kernels: list[Kernel] = []
+    kernels = [terms.join(p) for p, run in zip(parts, used, strict=True) if run.joined]
     written: list[PartSymbols] = []
     made = launches(replace(work, runs=tuple(used)), device)
     for order, config in made:

@@ -138,6 +138,11 @@ class PartSymbols(NamedTuple):
         return self._named("flops_of_rows", _flops(ROWS, self.keys))
 
     @property
+    def crowding(self) -> sympy.Expr:
+        """How much longer a step takes where tiles are too large for two on a multiprocessor."""
+        return self._named("crowding", Max(1, self.block * (DK + DV) / (64 * 256)))
+
+    @property
     def uneven(self) -> sympy.Expr:
         """How much longer the tiles take as they do not divide among the threads."""
         return self._named("uneven", ceiling(self.tiles / P) * P / self.tiles)
@@ -211,13 +216,20 @@ def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> K
     moved = sympy.Add(*(part.bytes for part in parts)) + ROWS * DK * Q_BYTES
     written = OUTPUT if direct else sympy.Add(*(part.splits for part in own)) * PARTIAL
     flops = sympy.Add(*(part.tile_flops for part in own))
-    work = sympy.Add(*(p.tiles * p.splits * (1 + n) for p, n in zip(own, steps, strict=True)))
+    run = [p.crowding * (1 + count) for p, count in zip(own, steps, strict=True)]
+    work = sympy.Add(*(p.tiles * p.splits * count for p, count in zip(own, run, strict=True)))
     features = (DK + DV) / 256  # a step is that of a tile of 128 features
-    chain = features * STEP * (_FIRST + Max(*(1 + count for count in steps), work / P))
+    chain = features * STEP * (_FIRST + Max(*run, work / P))
     seconds = LAUNCH + Max(
         moved / (ATTEND_READ * READ) + written / COPY, flops / (ATTEND * MATMUL), chain
     )
     return Kernel.of("attention over " + " and ".join(str(p.keys) for p in parts), seconds)
+
+
+@cache
+def join(part: PartSymbols) -> Kernel:
+    """K and V of a segment copied into one tensor each, what is coarser once for each row."""
+    return Kernel.of(f"join {part.keys}", 2 * LAUNCH + 2 * part.bytes / COPY)
 
 
 @cache

@@ -14,10 +14,17 @@ from torch_cascade.compiler.graph import Size
 
 @dataclass(frozen=True)
 class KeyRun:
-    """One segment as the cost model sees it: `rows` KV rows of `length` keys."""
+    """Keys that one `attend` reads, as the cost model sees them.
+
+    Attributes:
+        rows: KV rows.
+        length: keys of each.
+        joined: copied into one tensor first, as they are in several, or those of coarser rows.
+    """
 
     rows: Size
     length: Size
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,8 @@ class Work:
         copied: the graph writes K and V for every branch; False where it only views them.
         device: where it runs.
         runs: the segments.
+        own: KV tokens of all segments as the graph has them, where `runs` are joined ones; None for
+            those of `runs`.
     """
 
     batch: Size
@@ -49,6 +58,28 @@ class Work:
     copied: bool
     device: torch.device
     runs: tuple[KeyRun, ...]
+    own: Size | None = None
+
+    @property
+    def own_keys(self) -> Size:
+        """Keys that every batch row reads for itself."""
+        runs = (run.length for run in self.runs if run.rows == self.batch)
+        return sum(runs, sympy.Integer(0))
+
+    @property
+    def own_tokens(self) -> Size:
+        """KV tokens of all segments as the graph has them, before any join."""
+        if self.own is not None:
+            return self.own
+        return sum((run.rows * run.length for run in self.runs), sympy.Integer(0))
+
+    def with_runs(self, runs: tuple[KeyRun, ...]) -> Work:
+        """The same with some runs of other rows or lengths."""
+        tokens = sum(
+            (b.rows * b.length - a.rows * a.length for a, b in zip(self.runs, runs, strict=True)),
+            sympy.Integer(0),
+        )
+        return replace(self, runs=runs, own=None if self.own is None else self.own + tokens)
 
     @property
     def token_bytes(self) -> Size:
@@ -77,11 +108,14 @@ class Work:
         """Every size that may be symbolic."""
         runs = [size for run in self.runs for size in (run.rows, run.length)]
         own = (self.batch, self.heads, self.q_len, self.kv_heads, self.naive_heads)
-        return (*own, self.d_k, self.d_v, *runs)
+        return (*own, self.d_k, self.d_v, *runs, *(() if self.own is None else (self.own,)))
 
     def at(self, number: Callable[[Size], int]) -> Work:
         """The same with every size replaced by a number."""
         names = ("batch", "heads", "q_len", "kv_heads", "naive_heads", "d_k", "d_v")
         numbers: dict[str, Any] = {name: number(getattr(self, name)) for name in names}
-        runs = tuple(KeyRun(number(run.rows), number(run.length)) for run in self.runs)
-        return replace(self, **numbers, runs=runs)
+        runs = tuple(
+            replace(run, rows=number(run.rows), length=number(run.length)) for run in self.runs
+        )
+        own = None if self.own is None else number(self.own)
+        return replace(self, **numbers, runs=runs, own=own)

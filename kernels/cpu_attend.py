@@ -181,7 +181,7 @@ def attend_math(
         return _no_keys(q, v, acc)
     if scale is None:
         scale = 1.0 / torch.sym_sqrt(q.size(3))
-    scores = _pack(_to(q, acc) * scale, sizes) @ _to(k, acc).transpose(-1, -2)
+    scores = _product(_pack(_to(q, acc) * scale, sizes), _to(k, acc).transpose(-1, -2))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     bias = _bias(mask, q_positions, kv_start, window, k, acc)
@@ -191,9 +191,15 @@ def attend_math(
     top = top.masked_fill(top == -math.inf, 0.0)
     weights = torch.exp(scores - top)
     total = weights.sum(-1, keepdim=True)
-    o = (weights @ _to(v, acc)) / total.masked_fill(total == 0, 1.0)
+    o = _product(weights, _to(v, acc)) / total.masked_fill(total == 0, 1.0)
     lse = (torch.log(total) + top).squeeze(-1)
     return _unpack(o, sizes), _unpack(lse, sizes)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """[R, H, n, m] times [R, H, m, p]; the `matmul` of torch 2.11 specialises symbolic sizes."""
+    rows, heads, n, p = a.size(0), a.size(1), a.size(2), b.size(3)
+    return torch.bmm(a.flatten(0, 1), b.flatten(0, 1)).view(rows, heads, n, p)
 
 
 def _flash_computes(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> bool:

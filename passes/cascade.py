@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from torch_cascade.compiler.decide import Decision, decide
+from torch_cascade.compiler.decide import Decision, cheapest, decide
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.price import time_text
@@ -18,6 +18,7 @@ from torch_cascade.passes.blend_site import reads_marker
 from torch_cascade.passes.describe import describe_scores, describe_segment, describe_shapes
 from torch_cascade.passes.emit import emit_cascade
 from torch_cascade.passes.failures import Failures
+from torch_cascade.passes.joins import alternatives
 from torch_cascade.passes.levels import at_most
 from torch_cascade.passes.mask import MaskReader
 from torch_cascade.passes.plan import CascadePlan, limit_rows, plan, resolve
@@ -95,10 +96,19 @@ def _judged(
     planned = plan(site, resolved, reader, context.sizes)
     if isinstance(planned, Declined):
         return _site_record(site, resolved, reader, None, planned), None
-    decision = decide(planned.work, context.sizes, context.options)
+    plans = [planned, *alternatives(planned, reader, context.sizes)]
+    works = [each.work for each in plans]
+    chosen = plans[cheapest(works, context.sizes, context.options)]
+    decision = decide(chosen.work, context.sizes, context.options)
     refusal = _refusal(site, decision)
-    record = _site_record(site, resolved, reader, decision, refusal)
-    return record, planned if refusal is None else None
+    record = _site_record(site, _as_read(resolved, chosen), reader, decision, refusal)
+    return record, chosen if refusal is None else None
+
+
+def _as_read(resolved: tuple[Segment, ...], chosen: CascadePlan) -> tuple[Segment, ...]:
+    """The segments, each as the plan reads it."""
+    spread = {id(s.source): s for part in chosen.parts for s in part.segments if s.source}
+    return tuple(spread.get(id(segment), segment) for segment in resolved)
 
 
 def _refined(site: AttentionSite, declined: Declined, context: PassContext) -> Declined:

@@ -30,7 +30,11 @@ def _looked_up(segment: Segment) -> str:
 
 def _spread(segment: Segment) -> str:
     source = segment.source
-    return "" if source is None else f" spread over {source.branches} branches (levels)"
+    if source is None:
+        return ""
+    if segment.branches == 1:
+        return f" spread over {source.branches} branches"
+    return f" joined with its neighbour for {segment.rows} rows"
 
 
 def describe_shapes(site: AttentionSite) -> str:

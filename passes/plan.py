@@ -109,7 +109,7 @@ def plan(
     if refused is not None:
         return refused
     bounded = seen or reader.finite(site)
-    return CascadePlan(site, parts, order, seen, bounded, _work(site, parts))
+    return CascadePlan(site, parts, order, seen, bounded, work_of(site, parts))
 
 
 def _fills(site: AttentionSite, seen: bool) -> Declined | None:
@@ -165,7 +165,8 @@ def _joinable(a: Segment, b: Segment, sizes: Sizes) -> bool:
     return a.branches == 1 and b.branches == 1 and sizes.equal(*heads)
 
 
-def _work(site: AttentionSite, parts: tuple[Part, ...]) -> Work:
+def work_of(site: AttentionSite, parts: tuple[Part, ...]) -> Work:
+    """What the cost model is told of the parts of a site."""
     axes = dict(zip(site.q.axes, shape(site.q.node), strict=True))
     first = parts[0].segments[0]
     q, v = tensor(site.q.node), tensor(site.v.node)
@@ -183,8 +184,13 @@ def _work(site: AttentionSite, parts: tuple[Part, ...]) -> Work:
         dtype=str(q.dtype).removeprefix("torch."),
         copied=any(_is_copied(o.node, s) for o, s in _keys_of(site, parts)),
         device=q.device,
-        runs=tuple(KeyRun(p.segments[0].rows, p.length) for p in parts),
+        runs=tuple(KeyRun(p.segments[0].rows, p.length, _is_joined(p)) for p in parts),
     )
+
+
+def _is_joined(part: Part) -> bool:
+    """True iff its keys are copied into a tensor of their own before they are read."""
+    return len(part.segments) > 1 or part.segments[0].source is not None
 
 
 def _keys_of(site: AttentionSite, parts: tuple[Part, ...]) -> Iterator[tuple[Operand, Piece]]:

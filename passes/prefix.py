@@ -28,8 +28,8 @@ class Segment:
         start, length: the run on the site's key axis.
         kept: digits of the batch row n that choose the KV row, major first.
         dropped: the other digits of n: the branches that share a KV row, major first.
-        source: the segment as it was before the option `levels` spread it over all branches; None
-            for one that is read as it is.
+        source: the segment as it was before it was spread over more rows, by the option `levels`
+            or to be joined with a neighbour; None for one that is read as it is.
     """
 
     k: Piece

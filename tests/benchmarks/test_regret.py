@@ -113,8 +113,8 @@ def test_always_never_and_the_model():
     for shape in (LONG, SHAPES[0]):
         assert rules.always(shape, H200) and not rules.never(shape, H200)
     single = Shape(4, 1, 0, 4096, 1, 16, Heads())
-    assert not rules.always(single, H200) and not rules.model(single, H200)
-    assert rules.model(LONG, H200)
+    assert not rules.always(single, H200) and rules.model(single, H200) == strategies.NAIVE
+    assert rules.model(LONG, H200) == strategies.LEVELS
 
 
 def test_vllms_rule():
@@ -196,7 +196,7 @@ def test_the_map_shows_measured_ratios_and_our_choice(made):
     assert colours == ["tab:green", "tab:red", "tab:green"]
     markers = [drawn.get_marker() for drawn in left.lines[:3]]
     chosen = [rules.model(regret_report.shape_of(each), GENERIC) for each in made.lines[:3]]
-    assert markers == ["o" if cascade else "x" for cascade in chosen]
+    assert markers == ["x" if way == strategies.NAIVE else "o" for way in chosen]
 
 
 def test_a_file_is_read_back(made, tmp_path):
@@ -255,11 +255,26 @@ def test_the_fit_says_what_it_changed(made, tmp_path, capsys):
     assert "before: mean" in said and "after: mean" in said and "launch: 1.5e-05 -> " in said
 
 
-def test_the_measured_cpu_grid_meets_the_goal():
+@pytest.mark.parametrize(
+    ("name", "device"), [("regret-cpu", GENERIC), ("regret-nvidia-h200-2026-11-30", H200)]
+)
+def test_the_measured_grids_meet_the_goal(name, device):
     """What is in `results/`, decided by the table's figures: a change of either is noticed."""
-    path = record.RESULTS / "regret-cpu.json"
+    path = record.RESULTS / f"{name}.json"
     lines = [record.line_of(each) for each in json.loads(path.read_text())["lines"]]
-    found = {each.rule: each for each in regret_report.regrets(lines, GENERIC)}
+    found = {each.rule: each for each in regret_report.regrets(lines, device)}
     assert len(found["model"].losses) >= 200
     assert found["model"].mean <= 0.02 and found["model"].worst[0] <= 0.10
     assert all(found["model"].mean < each.mean for n, each in found.items() if n != "model")
+
+
+def test_times_are_judged_again(made, tmp_path, capsys):
+    """What was measured stays; what rules make of it, and the map, are new."""
+    path = tmp_path / "regret.json"
+    made.write(path)
+    before = json.loads(path.read_text())
+    assert regret.main(["--again", str(path)]) == 0
+    after = json.loads(path.read_text())
+    assert after["lines"] == before["lines"] and after["date"] == before["date"]
+    assert set(after["settings"]["regret"]) == set(rules.RULES)
+    assert "FastTree" in capsys.readouterr().out

@@ -112,7 +112,7 @@ def test_a_new_calibration_changes_the_key(path):
 
 
 BAD = [
-    ({"schema": 2}, "schema: expected 1, got 2"),
+    ({"schema": 1}, "schema: expected 2, got 1"),
     (
         {"machine": {"kind": "cpu", "name": "other", "threads": 1}},
         "machine.name: expected .*'other'",
@@ -200,7 +200,7 @@ def test_mistakes_are_one_line(path, capsys):
         assert "finds no CUDA device" in capsys.readouterr().err
     written(path, schema=9)
     assert command_line.main(["calibrate", "--device", "cpu", "--show"]) == 2
-    assert "schema: expected 1, got 9" in capsys.readouterr().err
+    assert "schema: expected 2, got 9" in capsys.readouterr().err
 
 
 def test_what_is_measured_is_what_the_model_needs(monkeypatch):
