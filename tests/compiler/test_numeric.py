@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from support.shared_prefix import D, M, P, S, attention, inputs, joined, stack, 
 import torch_cascade
 from torch_cascade.compiler import numeric, numeric_run
 from torch_cascade.compiler.backend import CascadeError
+from torch_cascade.compiler.summary import Report
+from torch_cascade.compiler.terminal import show
 from torch_cascade.passes import cascade, emit, emit_merge
 
 F32 = torch.float32
@@ -274,3 +279,22 @@ def test_the_artefact_is_not_cached(tmp_path, monkeypatch):
             record = last_compilation()
             assert not record.cached and not record.sites[0].numeric.wrong
             assert not record.sites[0].numeric.unchecked
+
+
+def test_page_and_terminal_say_it_once_for_layers_that_are_alike():
+    found = run(stack(3))
+    said = f"numeric: {max(found, key=lambda f: f.error / f.bound)}"
+    report = Report((last_compilation(),))
+    text = html.unescape(report.html())
+    assert said in text and text.count("numeric: ") == len(kinds(report))
+
+    pytest.importorskip("rich")
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    show(report, file=terminal)
+    assert terminal.getvalue().count("numeric: ") == len(kinds(report))
+
+
+def kinds(report):
+    """The blocks of the report: a layer like another has none of its own."""
+    return re.findall(r"^\+ ", str(report), re.MULTILINE)

@@ -338,3 +338,23 @@ def test_the_command_lists_what_there_is(installed):
     assert listed["count-nodes"]["options"][0]["default"] == "9"
     assert listed["cascade"]["options"][0]["name"] == "levels"
     assert "AttributeError" in listed["bad"]["error"]
+
+
+def test_a_dump_has_passes_of_others_where_they_ran(tmp_path):
+    @dataclass(frozen=True)
+    class Late(Halve):
+        name: ClassVar[str] = "late-halves"
+        after: ClassVar[tuple[str, ...]] = ("lower",)
+
+    register_pass(Halve)
+    register_pass(Late)
+    chosen = {"passes": "cascade,halve-sines,late-halves", "decide": "always"}
+    backend = eager_cascade(dump=str(tmp_path), **chosen)
+    torch.compile(lambda q, *kv: attention(q.sin(), *kv), backend=backend)(*inputs())
+    folder = tmp_path / "000"
+    halves = {p.name: p.read_text().count(" 0.5)") for p in folder.glob("*.txt")}
+    assert halves == {"before.txt": 0, "after.txt": 1, "lowered.txt": 2}
+    repro = (folder / "repro.py").read_text()
+    assert "after='02.halve-sines.after.py'" in repro
+    assert "lowered='04.late-halves.after.py'" in repro
+    assert "mul" in (folder / "graph.svg").read_text()

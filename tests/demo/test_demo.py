@@ -147,10 +147,10 @@ def test_the_report_of_a_cached_graph_is_made_anew(monkeypatch):
     lm, ids = tiny_model("Llama", torch.float32), torch.randint(3, VOCABULARY, (1, 30))
     cascade = engines.build(lm, ids, 3, NEW_TOKENS)[0]
     arguments = (cascade, cache_argument(lm), ids[:, -1:].expand(3, 1).contiguous())
-    fresh = SimpleNamespace(compilations=[SimpleNamespace(cached=False)])
+    fresh = SimpleNamespace(compilations=[SimpleNamespace(unknown=False)])
     monkeypatch.setattr(report.torch_cascade, "last_report", lambda: fresh)
     assert report.report_text(*arguments) == str(fresh)
-    fresh.compilations[0].cached = True
+    fresh.compilations[0].unknown = True
     assert "2 of 2 attention sites rewritten" in report.report_text(*arguments)
     assert int(cascade.cache.get_seq_length()) == 29
 
