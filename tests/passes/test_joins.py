@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.backend import eager_cascade, last_compilation
+from support.three_levels import OWN, REQUEST, SYSTEM, B, D, H, M, N, T, attention, inputs
 from support.tolerance import assert_close_to_reference
 
 from torch_cascade.compiler import calibration
@@ -15,29 +16,7 @@ from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.work import KeyRun, Work
 from torch_cascade.passes import cascade
 
-# Requests, branches, heads, queries, features; keys of system, request and branch.
-B, T, H, M, D = 3, 2, 2, 3, 8
-N = B * T
-SYSTEM, REQUEST, OWN = 5, 13, 7
 WAYS = (0, 1, 2)
-
-
-def inputs():
-    """q, and K = V of system [1], request [B] and branch [N], with needles in each."""
-    q = torch.randn(N, H, M, D)
-    system, request = torch.randn(1, H, SYSTEM, D), torch.randn(B, H, REQUEST, D)
-    own = torch.randn(N, H, OWN, D)
-    system[:, :, 2], request[:, :, -1], own[:, :, 0] = q[:1, :, 0], q[::T, :, 1], q[:, :, 2]
-    return [q, system, request, own]
-
-
-def attention(q, system, request, own, mask=None, order="interleave"):
-    batch, times = q.shape[0], q.shape[0] // request.shape[0]
-    spread = request.repeat_interleave(times, 0)
-    if order == "repeat":
-        spread = request.repeat(times, 1, 1, 1)
-    kv = torch.cat([system.expand(batch, -1, -1, -1), spread, own], 2)
-    return F.scaled_dot_product_attention(q, kv, kv, mask)
 
 
 def parts():
