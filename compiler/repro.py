@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from torch_cascade.compiler.backend import cascade_backend
 from torch_cascade.compiler.tolerance import fault, max_error
 
 
@@ -181,7 +182,8 @@ def _compiled(graph: nn.Module, case: Case) -> Callable[..., Any]:
     """Lowered and compiled by this backend; its passes have run already, or shall not."""
     options: dict[str, Any] = dict(case.options or {})
     options |= {"passes": "none", "strict": False, "disable": False, "dump": None}
-    return torch.compile(graph, backend="cascade", options=options, dynamic=False)
+    backend: Any = cascade_backend  # not its name, which only an installed package has
+    return torch.compile(graph, backend=backend, options=options, dynamic=False)
 
 
 def _widened(x: Any) -> Any:
