@@ -136,11 +136,9 @@ def compile_graph(
     (journal or _journal()).add(record)
     observers.finish(codes)
     _log(record)
-    asks_too_much = _asks_too_much(record)
-    if options.strict and not options.disable and record.idle:
-        raise CascadeError(f"strict: {_why_nothing(record)}")
-    if asks_too_much and journal is None:
-        raise CascadeError(asks_too_much)
+    error = _asked_in_vain(record, journal is None)
+    if error:
+        raise CascadeError(error)
     return cast("Compiled", compiled)
 
 
@@ -184,6 +182,19 @@ def _log(record: Any) -> None:
     for site in record.sites:
         if site.declined is not None:
             logger.info("%s: %s", site.where or site.node, site.declined)
+
+
+def _asked_in_vain(record: Any, for_use: bool) -> str:
+    """The error of a compilation that has ended; "" for none.
+
+    Args:
+        record: the compilation.
+        for_use: False where only a report is wanted, which says that results are asked in vain.
+    """
+    options = record.options
+    if options.strict and not options.disable and record.idle:
+        return f"strict: {_why_nothing(record)}"
+    return _asks_too_much(record) if for_use else ""
 
 
 def _asks_too_much(record: Any) -> str:

@@ -34,9 +34,10 @@ INSTALLED = re.compile(r".*/(?:site-packages|torch_cascade)/(.*\.py):\d+:")
 INTRODUCTION = """\
 # Gallery
 
-Programs, what `explain` says of them, and its pictures. Made by `python docs/gallery` with
-{versions}; `tests/test_gallery.py` makes it again and compares. Times are those of a CPU of
-which nothing is known, with one thread, so decisions are the same on every machine.
+Programs, what `explain` says of them, and its picture of the graph after the passes, in which
+layers that are alike stand once. Made by `python docs/gallery` with {versions};
+`tests/test_gallery.py` makes it again and compares. Times are those of a CPU of which nothing is
+known, with one thread, so decisions are the same on every machine.
 
 [concepts.md](concepts.md) explains the terms, [inspecting.md](inspecting.md) how to get such a
 report of your own program.
