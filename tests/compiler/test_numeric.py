@@ -59,8 +59,10 @@ def masked(q, prefix, suffix):
 def test_right_rewrites_are_right(fn, dtype, dynamic):
     found = run(fn, inputs(dtype=dtype), dynamic, strict=True)
     assert found and all(f is not None and not f.unchecked and not f.wrong for f in found)
-    assert all(0 <= f.error <= f.bound < 0.6 for f in found)
-    assert dtype == torch.float64 or all(f.eager_error > 0 for f in found)
+    # Bounds are some roundings: of the dtype, where `by_hand` computes in float32, of that.
+    coarsest = torch.promote_types(dtype, torch.float32) if fn is not by_hand else torch.float32
+    eps = max(torch.finfo(dtype).eps, torch.finfo(coarsest).eps)
+    assert all(0 <= f.error <= f.bound < 600 * eps for f in found)
 
 
 def test_rows_that_see_no_key_are_compared():
