@@ -170,11 +170,12 @@ def _reuse(blended: Blended) -> Reuse:
 
 
 def _parts(blended: Blended) -> tuple[tuple[Part, ...], ...]:
-    rows, length = blended.input_ids.shape
+    rows, mask = blended.input_ids.shape[0], blended.attention_mask
     made: list[tuple[Part, ...]] = []
     for row in range(rows):
         told = [part for part in blended.report.parts if part.prompt == row]
-        start = length - sum(part.tokens for part in told)  # padding stands in front
+        # Padding stands in front or behind.
+        start = 0 if mask is None else int(mask[row].argmax())
         parts = []
         for part in told:
             parts.append(Part(start, start + part.tokens, part.reused))

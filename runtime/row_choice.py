@@ -46,12 +46,11 @@ class Layer:
 
     def facts(self, attention: Callable[[], Tensor]) -> Facts:
         """What selectors are told; `attention` is over all L keys."""
-        positions = self.positions()
         offsets = None if self.chunks is None else chunk_offsets(self.chunks)
         return Facts(
             k_deviation=_deviation(self.k, self._rows(self.k_cached)),
             v_deviation=_deviation(self.v, self._rows(self.v_cached)),
-            positions=positions if self.kept is None else self.kept,
+            positions=self.kept_positions(),
             chunks=None if self.chunks is None else self._kept(self.chunks),
             offsets=None if offsets is None else self._kept(offsets),
             attention=lambda: self._kept(attention()),
@@ -61,6 +60,10 @@ class Layer:
         """int64 [N, L]: 0 to L - 1."""
         batch, _, length, _ = self.k_cached.shape
         return torch.arange(length, device=self.k.device).expand(batch, length)
+
+    def kept_positions(self) -> Tensor:
+        """int64 [N, L], or [N, K]: of the tokens that scores are asked for."""
+        return self.positions() if self.kept is None else self.kept
 
     def ranked(self, scores: Tensor, exits: int) -> Tensor:
         """Rows in the order in which they are to be recomputed, int64 [N, L], or [N, K].
@@ -114,7 +117,7 @@ def choose_rows(
         SelectorError: the selector raised, or gave no scores.
     """
     if selector is None:
-        scores = layer.positions().to(torch.float32) * 0.0
+        scores = layer.kept_positions().to(torch.float32) * 0.0
     else:
         scores = _scores(selector, layer.facts(attention))
     ranked = layer.ranked(scores, exits)

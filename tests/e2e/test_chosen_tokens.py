@@ -82,6 +82,22 @@ def test_they_are_those_of_the_compiled_graph(model, blend):
     assert torch.equal(found[1], first) and torch.equal(found[2], second)
 
 
+@pytest.mark.parametrize(("side", "first"), [("left", 14), ("right", 0)])
+def test_parts_of_a_padded_batch(model, interpreted, side, first):
+    """A part is where its tokens are, whichever side padding is on."""
+    torch.manual_seed(6)
+    store = torch_cascade.ChunkStore(model)
+    document = torch.randint(3, 97, (20,)).tolist()
+    store.add(document)
+    rows = [[document, [7] * 16, [11, 12]], [[7, 8], document, [13] * 2]]
+    blended = store.blend(rows, padding_side=side)
+    chosen = chosen_tokens(compiled(model), blended, logits_to_keep=1)
+    for part, ids in zip(chosen.parts[1], rows[1], strict=True):
+        assert chosen.ids[1, part.start : part.end].tolist() == ids
+    assert chosen.parts[1][0].start == first
+    assert all(counts[1][0] == 2 for counts in chosen.counts()), "without a cached copy"
+
+
 def test_parts_and_counts(model, blend, interpreted):
     chosen = chosen_tokens(compiled(model), blend(), logits_to_keep=1)
     assert [(p.start, p.end, p.reused) for p in chosen.parts[0]] == [

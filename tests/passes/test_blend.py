@@ -94,7 +94,8 @@ class TestRatios:
 
 
 @pytest.mark.parametrize(
-    ("batch", "stages"), [(1, {1: "0.5", 2: "0.3", 3: "0.1"}), (2, {1: "0.5", 2: "0.2"})]
+    ("batch", "stages"),
+    [(1, {1: "0.5", 2: "0.3", 3: "0.1"}), (2, {1: "0.5", 2: "0.2"}), (2, {1: "0.5", 2: "0"})],
 )
 def test_gradual_filtering(batch, stages):
     """Each stage chooses among the rows of the one before; windows, gaps and padding on the way."""
