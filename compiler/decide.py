@@ -215,12 +215,10 @@ def _asked(callable_: Callable[[Facts], object], now: Facts) -> bool:
     try:
         answer = callable_(now)
     except Exception as error:
-        said = f"option 'decide': the callable raised {type(error).__name__}: {error}"
-        raise DecideError(said) from error
-    if not isinstance(answer, bool):
-        said = f"option 'decide': expected the callable to return a bool, got {answer!r}"
-        raise DecideError(said)
-    return answer
+        raise DecideError(f"option 'decide': the callable raised {error!r}") from error
+    if isinstance(answer, bool):
+        return answer
+    raise DecideError(f"option 'decide': expected the callable to return a bool, got {answer!r}")
 
 
 def _chosen(now: Facts, options: Options) -> Decision:
