@@ -164,7 +164,6 @@ def decide(work: Work, sizes: Sizes, options: Options) -> Decision:
 
     Raises:
         DecideError: a callable `decide` raised, or returned something else than a bool.
-        CalibrationError: the calibration that was asked for cannot be used.
     """
     device = device_for(work.device, options.calibration)
     symbols = {s for size in work.sizes() for s in sympy.sympify(size).free_symbols}
