@@ -26,6 +26,7 @@ from torch_cascade.compiler.device_table import from_table, model_name
 from torch_cascade.compiler.options import cache_folder
 
 SCHEMA = 2
+_OPTION = "option 'calibration' (variable TORCH_CASCADE_CALIBRATION)"
 # Figures that are facts of a device and not measured.
 NOT_MEASURED = frozenset({"processors", "cache", "shared"})
 
@@ -92,7 +93,7 @@ def _calibrated(device: torch.device, threads: int, path: Path, stamp: int, must
         values = read(path, device)
     except CalibrationError as error:
         if must:
-            raise
+            raise CalibrationError(f"{_OPTION}: {error}") from None
         warnings.warn(f"{error}; the table of devices is used", UserWarning, stacklevel=2)
         return _table(device, threads)
     measured = _table(device, threads).with_values(values, f"measured: {path.name}")
@@ -107,9 +108,17 @@ def key(choice: str = "auto") -> str:
     """
     places = [torch.device("cpu"), *([torch.device("cuda")] if _has_cuda() else [])]
     if choice not in ("auto", "none"):
-        places = [torch.device(_machine_of(Path(choice))["kind"])]
+        places = [torch.device(_kind(Path(choice)))]
     devices = [device_for(place, choice) for place in places]
     return repr([(d.name, {name: f.value for name, f in d.figures.items()}) for d in devices])
+
+
+def _kind(path: Path) -> str:
+    """The type of the device that a file is about, given as the option."""
+    try:
+        return str(_machine_of(path)["kind"])
+    except CalibrationError as error:
+        raise CalibrationError(f"{_OPTION}: {error}") from None
 
 
 def write(path: Path, device: torch.device, figures: Mapping[str, float], date: str) -> None:

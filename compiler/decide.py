@@ -33,6 +33,10 @@ UNKNOWN = 1024
 _UNSHARED = 1.05
 
 
+class DecideError(ValueError):
+    """A callable `decide` that raised, or returned something else than a bool."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What a decision is made from; a callable `options={"decide": fn}` is given one.
@@ -159,7 +163,7 @@ def decide(work: Work, sizes: Sizes, options: Options) -> Decision:
     decision turns, if it is backed and without a range given by the user.
 
     Raises:
-        TypeError: a callable `decide` returned something else than a bool.
+        DecideError: a callable `decide` raised, or returned something else than a bool.
     """
     device = device_for(work.device, options.calibration)
     symbols = {s for size in work.sizes() for s in sympy.sympify(size).free_symbols}
@@ -206,18 +210,23 @@ def cheapest_of(works: Sequence[Work], device: Device) -> int:
     return times.index(min(times))
 
 
+def _asked(callable_: Callable[[Facts], object], now: Facts) -> bool:
+    try:
+        answer = callable_(now)
+    except Exception as error:
+        raise DecideError(f"option 'decide': the callable raised {error!r}") from error
+    if isinstance(answer, bool):
+        return answer
+    raise DecideError(f"option 'decide': expected the callable to return a bool, got {answer!r}")
+
+
 def _chosen(now: Facts, options: Options) -> Decision:
     if options.decide == "never":
         return Decision(False, "decide=never", reason=Reason.NEVER)
     if options.decide == "always":
         return Decision(True, "decide=always")
     if callable(options.decide):
-        answer = options.decide(now)
-        if not isinstance(answer, bool):
-            raise TypeError(
-                f"option 'decide': expected the callable to return a bool, got {answer!r}"
-            )
-        return Decision(answer, "as the callable decides")
+        return Decision(_asked(options.decide, now), "as the callable decides")
     said = "faster" if now.pays else "not faster"
     if now.assumed:
         said += f"; {', '.join(now.assumed)} known only at run time, taken for {UNKNOWN}: no guard"

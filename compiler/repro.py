@@ -44,12 +44,17 @@ class Case:
 
 
 class InFloat64(TorchDispatchMode):
-    """Runs ops on floats in float64, conversions and factories included, also in bodies."""
+    """Runs ops on floats in float64, conversions and factories included, also in bodies.
+
+    Random numbers are drawn in the dtype asked for: float64 would draw others from the same seed.
+    """
 
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """One op."""
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
+            return tree_map(_widened, func(*args, **(kwargs or {})))
         args, kwargs = tree_map(_widened, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -116,6 +121,7 @@ def _compared(case: Case, seed: int, eager_only: bool) -> Iterator[str]:
         runs.append(("after, compiled", second, _compiled(after.Graph(), case)))
     for name, baseline, run in runs:
         inputs = before.make_inputs(seed)
+        torch.manual_seed(seed)  # of random numbers that the graph itself draws
         results = _flat(run(*inputs)) + [inputs[n] for n in baseline.written]
         said = baseline.fault(results)
         print(f"{name}: {said or f'right, error {baseline.error(results):.3e}'}")
@@ -141,10 +147,12 @@ class _Baseline:
         """Run the graph of a dumped file twice."""
         inputs, graph = module.make_inputs(seed), module.Graph()
         versions = [getattr(x, "_version", None) for x in inputs]
+        torch.manual_seed(seed)
         eager = _flat(graph(*inputs))
         after = [getattr(x, "_version", None) for x in inputs]
         written = [n for n, (x, y) in enumerate(zip(versions, after, strict=True)) if x != y]
         wide = [_widened(x) for x in module.make_inputs(seed)]
+        torch.manual_seed(seed)
         with InFloat64():
             exact = _flat(graph(*wide))
         made = cls(
@@ -182,6 +190,7 @@ def _compiled(graph: nn.Module, case: Case) -> Callable[..., Any]:
     """Lowered and compiled by this backend; its passes have run already, or shall not."""
     options: dict[str, Any] = dict(case.options or {})
     options |= {"passes": "none", "strict": False, "disable": False, "dump": None}
+    options |= {"fallback_random": True}  # draws what eager code draws
     backend: Any = cascade_backend  # not its name, which only an installed package has
     return torch.compile(graph, backend=backend, options=options, dynamic=False)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Target:
     @classmethod
     def of(cls, fn: Callable[..., Any]) -> Target:
         """A function or a module, with the options of the `torch.compile` around it."""
-        from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+        from torch._dynamo.eval_frame import OptimizedModule, innermost_backend, innermost_fn
 
         inner: Callable[..., Any] = fn  # torch.compile unwraps functions
         outer: Any = fn
@@ -36,6 +37,10 @@ class Target:
             inner = fn._orig_mod
         elif isinstance(fn, nn.Module) and getattr(fn, "_compiled_call_impl", None) is not None:
             inner, outer = fn._call_impl, fn._compiled_call_impl  # after `module.compile()`
+        elif isinstance(fn, nn.Module) and _context(fn.forward) is not None:
+            inner = outer = fn.forward  # after `module.forward = torch.compile(module.forward)`
+        if inspect.ismethod(inner):  # a decorated one: unwrapping it by torch would lose `self`
+            inner = MethodType(innermost_fn(inner.__func__), inner.__self__)
         callback: Any = getattr(_context(outer), "callback", None)
         backend = innermost_backend(callback) if callable(callback) else None
         target = cls(inner, dynamic=getattr(backend, "dynamic", None))

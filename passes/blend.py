@@ -59,7 +59,7 @@ class BlendPass(Pass):
         markers = markers_of(graph)
         if not markers:
             return
-        failures = Failures(context.options.strict, SelectorError)
+        failures = Failures(context.options.strict, (SelectorError,))
         blend = failures.guarded(markers[0], _blended, graph, markers, context)
         if isinstance(blend, Declined):
             blend = _record(markers, context, declined=blend)

@@ -7,7 +7,8 @@ from typing import ClassVar
 
 from torch import fx
 
-from torch_cascade.compiler.decide import Decision, cheapest, decide
+from torch_cascade.compiler.calibration import CalibrationError
+from torch_cascade.compiler.decide import DecideError, Decision, cheapest, decide
 from torch_cascade.compiler.graph import Sizes
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.price import time_text
@@ -55,7 +56,7 @@ class CascadePass(Pass):
         The plan of a site names nodes above it. One of them may be another attention (its query,
         say), so that must still be there: it is emitted later.
         """
-        failures = Failures(context.options.strict)
+        failures = Failures(context.options.strict, (CalibrationError, DecideError))
         found = failures.guarded(None, find_attention, graph, context.sizes, failures)
         sites = [found] if isinstance(found, Declined) else found
         reader = MaskReader(context.sizes)

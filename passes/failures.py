@@ -32,7 +32,7 @@ class Failures:
     """
 
     strict: bool = True
-    users: type[Exception] | tuple[()] = ()
+    users: tuple[type[Exception], ...] = ()
     raised: list[tuple[str, Exception]] = field(default_factory=list)
 
     def guarded(self, node: fx.Node | None, step: Callable[..., T], *args: Any) -> T | Declined:

@@ -27,14 +27,21 @@ def check_graph(graph: fx.Graph, *, after: str) -> None:
     Raises:
         GraphError: naming the node, what was expected and what it yields.
     """
-    graph.lint()
+    try:
+        graph.lint()
+    except Exception as error:
+        raise GraphError(f"after pass {after}: {error}") from error
     sizes, mode = Sizes.of(graph), fake_mode(graph)
     for node in graph.nodes:
         if node.op != "call_function" or any("val" not in n.meta for n in _with_inputs(node)):
             continue  # runtime assertions have no value, nor have the bodies of higher-order ops
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-        with tracing(None), mode:
-            actual = node.target(*args, **kwargs)
+        try:
+            with tracing(None), mode:
+                actual = node.target(*args, **kwargs)
+        except Exception as error:
+            told = f"node {node.format_node()}: it cannot be computed: {error}"
+            raise GraphError(f"after pass {after}: {told}") from error
         _compare(node, value(node), actual, sizes, after)
 
 

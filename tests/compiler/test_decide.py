@@ -146,7 +146,18 @@ def test_a_callable_is_given_the_facts():
 
 def test_a_callable_that_answers_something_else_is_an_error():
     with pytest.raises(Exception, match="expected the callable to return a bool, got 'yes'"):
-        run(*inputs(3000), decide=lambda facts: "yes", strict=True)
+        run(*inputs(3000), decide=lambda facts: "yes")
+
+
+def test_a_callable_that_raises_is_an_error_of_its_own():
+    with pytest.raises(Exception, match="option 'decide': the callable raised ZeroDivisionError"):
+        run(*inputs(3000), decide=lambda facts: 1 // 0)
+
+
+def test_a_calibration_that_cannot_be_used_is_no_failure_of_a_pass(tmp_path):
+    nothing = str(tmp_path / "nothing.json")
+    with pytest.raises(Exception, match=r"option 'calibration' .*nothing\.json: .*No such file"):
+        run(*inputs(3000), calibration=nothing)
 
 
 class Keyed:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.backend import eager_cascade
 from support.blend_plain import Plain
 from support.blend_plain import inputs as prompt
@@ -215,6 +216,18 @@ def test_inputs_that_are_written_to_are_compared(tmp_path, capsys):
     capsys.readouterr()
     assert run_repro(folder) == 1
     assert "result 1: error" in capsys.readouterr().out
+
+
+def test_random_numbers_of_the_graph_are_the_same_in_every_run(tmp_path, capsys):
+    def fn(q, prefix, suffix):
+        return attention(F.dropout(q, 0.5) + torch.randn_like(q), prefix, suffix)
+
+    folder = dumped(fn, tmp_path, inputs())
+    assert run_repro(folder) == 0
+    path = folder / "02.blend.after.py"
+    path.write_text(path.read_text().replace("scale = None", "scale = 0.4"))
+    assert run_repro(folder) == 1
+    assert "after, eager: result 0: error" in capsys.readouterr().out
 
 
 def test_a_blend_is_compared_with_itself(tmp_path, capsys):

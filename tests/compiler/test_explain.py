@@ -201,7 +201,7 @@ def test_a_compiled_module_is_explained_with_its_own_options():
     assert "s" in dynamic.sites[0].segments[0].keys
 
 
-@pytest.mark.parametrize("how", ["function", "bound method", "module.compile()"])
+@pytest.mark.parametrize("how", ["function", "bound method", "module.compile()", "forward"])
 def test_options_of_what_is_no_compiled_module_count_too(how):
     never = {"backend": "cascade", "dynamic": True, "options": {"decide": "never"}}
     model = Counting()
@@ -209,6 +209,9 @@ def test_options_of_what_is_no_compiled_module_count_too(how):
         compiled = torch.compile(attention, **never)
     elif how == "bound method":
         compiled = torch.compile(model.forward, **never)
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, **never)
+        compiled = model
     else:
         model.compile(**never)
         compiled = model
@@ -216,6 +219,18 @@ def test_options_of_what_is_no_compiled_module_count_too(how):
     assert report.compilations[0].options == Options(decide="never")
     assert [site.declined.reason for site in report.sites] == [Reason.NEVER]
     assert "s" in report.sites[0].segments[0].keys
+
+
+def test_a_decorated_method_keeps_its_options_and_its_module():
+    class Model(torch.nn.Module):
+        @torch.compile(backend="cascade", options={"decide": "never"})
+        def forward(self, *args):
+            return attention(*args)
+
+    model = Model()
+    for compiled in (model, model.forward):
+        (site,) = explain(compiled, *inputs()).sites
+        assert site.declined.reason is Reason.NEVER
 
 
 def test_what_was_compiled_by_other_backends_is_explained_by_this_one():

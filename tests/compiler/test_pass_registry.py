@@ -75,6 +75,26 @@ def test_a_registered_pass_runs_where_it_is_named_and_nowhere_else():
         Options.resolve({"passes": "halve-sines{mode=add}"})
 
 
+@pytest.mark.parametrize("fault", ["order", "shapes"])
+def test_verify_names_the_pass_whose_graph_cannot_be_computed(fault):
+    @dataclass(frozen=True)
+    class Breaks(Pass):
+        """Leaves a graph that cannot be run."""
+
+        name: ClassVar[str] = "breaks"
+
+        def apply(self, graph, context):
+            (sine,) = graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+            if fault == "order":
+                graph.output_node().append(sine)
+            else:
+                sine.target, sine.args = torch.ops.aten.mm.default, (sine.args[0], sine.args[0])
+
+    register_pass(Breaks)
+    with pytest.raises(BackendCompilerFailed, match="GraphError: after pass breaks: "):
+        run("cascade,breaks", verify=True)
+
+
 def test_its_time_its_name_and_what_it_changed_are_in_the_report():
     register_pass(Halve)
     run("cascade,halve-sines{times=3},blend")
