@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -17,6 +18,7 @@ from torch_cascade.passes.emit_merge import Partial, merged, nan_where_empty
 from torch_cascade.passes.layout import laid_out
 from torch_cascade.passes.plan import CascadePlan, Part
 from torch_cascade.passes.prefix import Segment, axis_size
+from torch_cascade.passes.row_index import as_indexed, row_numbers, spelled
 from torch_cascade.passes.site import AttentionSite, MaskTerm, tag
 
 aten = torch.ops.aten
@@ -127,29 +129,52 @@ class _RowOrder:
 
     def __init__(self, emit: Emitter, segment: Segment, sizes: Sizes) -> None:
         self.emit = emit
-        digits: list[Digit] = [*segment.kept, *segment.dropped]
-        self.sizes = [d.size for d in digits]
-        natural = sorted(digits, key=lambda d: -(sizes.hint(d.stride) or 0))
+        self.digits = [*segment.kept, *segment.dropped]
+        natural = sorted(self.digits, key=lambda d: -(sizes.hint(d.stride) or 0))
         self.natural = [d.size for d in natural]
-        self.order = [natural.index(d) for d in digits]
+        self.order = [natural.index(d) for d in self.digits]
 
     def grouped(self, node: fx.Node) -> fx.Node:
         """[N, ...] in batch order to kept digits major, branches minor."""
+        if self._is_symbolic:
+            strides = [digit.stride for digit in self.digits]
+            return self._looked_up(node, as_indexed(self.digits), strides)
         return self._moved(node, self.natural, self.order)
 
     def restored(self, node: fx.Node) -> fx.Node:
         """The inverse of `grouped`."""
+        if self._is_symbolic:
+            strides = [digit.stride for digit in as_indexed(self.digits)]
+            return self._looked_up(node, self.digits, strides)
         inverse = [self.order.index(d) for d in range(len(self.order))]
-        return self._moved(node, self.sizes, inverse)
+        return self._moved(node, [digit.size for digit in self.digits], inverse)
+
+    @property
+    def _is_ordered(self) -> bool:
+        return self.order == sorted(self.order)
+
+    @property
+    def _is_symbolic(self) -> bool:
+        return any(not sympy.sympify(size).is_number for size in self.natural)
 
     def _moved(self, node: fx.Node, split: list[Size], order: list[int]) -> fx.Node:
-        if order == sorted(order):
+        if self._is_ordered:
             return node
         first, *rest = shape(node)
         opened = self.emit.call(aten.reshape.default, node, [*split, *rest])
         tail = range(len(order), len(order) + len(rest))
         moved = self.emit.call(aten.permute.default, opened, [*order, *tail])
         return self.emit.call(aten.reshape.default, moved, [first, *rest])
+
+    def _looked_up(
+        self, node: fx.Node, digits: Sequence[Digit], strides: Sequence[Size]
+    ) -> fx.Node:
+        """Row i of the result is the row of `node` that digits of i spell with those strides."""
+        if self._is_ordered:
+            return node
+        row = row_numbers(self.emit, shape(node)[0], tensor(node).device)
+        row = spelled(self.emit, row, digits, strides)
+        return self.emit.call(aten.index.Tensor, node, [row])
 
 
 def _mask_slice(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch_cascade.passes.pages import Pages, page_size, same_pages
 from torch_cascade.passes.pieces import Piece
 from torch_cascade.passes.plan import Part
 from torch_cascade.passes.prefix import Segment
+from torch_cascade.passes.row_index import as_indexed, row_numbers, spelled
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -104,47 +105,14 @@ def _joined(emit: Emitter, pieces: Sequence[tuple[Segment, Piece]]) -> fx.Node:
 
 
 def _spread(emit: Emitter, segment: Segment, node: fx.Node) -> fx.Node:
-    """K or V of a level that was given up, at the rows it is read at: [rows, heads, keys, d].
-
-    Looked up by row: a view would have to prove that the branches tile the batch, again at each op.
-    """
+    """K or V of a level that was given up, at the rows it is read at: [rows, heads, keys, d]."""
     if segment.source is None:
         return node
-    row = emit.call(
-        prims.iota.default,
-        segment.rows,
-        start=0,
-        step=1,
-        dtype=torch.int64,
-        device=tensor(node).device,
-        requires_grad=False,
-    )
-    batch_row = _spelled(emit, row, _as_indexed(segment.kept), [d.stride for d in segment.kept])
+    row = row_numbers(emit, segment.rows, tensor(node).device)
+    row = spelled(emit, row, as_indexed(segment.kept), [d.stride for d in segment.kept])
     kept = segment.source.kept
-    row = _spelled(emit, batch_row, kept, [d.stride for d in _as_indexed(kept)])
+    row = spelled(emit, row, kept, [d.stride for d in as_indexed(kept)])
     return emit.call(aten.index.Tensor, node, [row])
-
-
-def _as_indexed(kept: Sequence[Digit]) -> list[Digit]:
-    """The digits of a KV row's own index: the same ones without the gaps."""
-    found: list[Digit] = []
-    below: Size = ONE
-    for digit in reversed(kept):
-        found.insert(0, replace(digit, stride=below))
-        below = below * digit.size
-    return found
-
-
-def _spelled(
-    emit: Emitter, index: fx.Node, digits: Sequence[Digit], strides: Sequence[Size]
-) -> fx.Node:
-    """The number that digits of an index spell with other strides."""
-    number = emit.call(aten.mul.Tensor, index, 0)
-    for digit, stride in zip(digits, strides, strict=True):
-        place = emit.call(aten.div.Tensor_mode, index, digit.stride, rounding_mode="floor")
-        place = emit.call(aten.remainder.Scalar, place, digit.size)
-        number = emit.call(aten.add.Tensor, number, emit.call(aten.mul.Tensor, place, stride))
-    return number
 
 
 def _dense(emit: Emitter, piece: Piece) -> fx.Node:

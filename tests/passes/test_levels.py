@@ -102,3 +102,21 @@ def test_pages_of_a_level_that_is_given_up_are_gathered():
     assert "page_table=" in last_compilation().after
     check(fn, [q, pool, system, own], levels=2)
     assert "page_table=" not in last_compilation().after and attends() == 2
+
+
+def test_a_symbolic_batch_in_repeat_order():
+    """Rows are looked up: as views their sizes nested, and proofs of them did not end."""
+
+    def fn(q, request, own):
+        spread = request.repeat(q.shape[0] // request.shape[0], 1, 1, 1)
+        kv = torch.cat([spread, own], 2)
+        mask = torch.arange(kv.shape[2]) <= torch.arange(q.shape[2])[:, None] + request.shape[2]
+        return F.scaled_dot_product_attention(q, kv, kv, mask.expand(q.shape[0], 1, -1, -1))
+
+    q, _, request, own = inputs()
+    more = [torch.cat([q, q]), torch.cat([request, request]), torch.randn(2 * N, H, OWN + 1, D)]
+    compiled = torch.compile(fn, backend=eager_cascade(decide="always"), dynamic=True)
+    for args in ([q, request, own], more):
+        reference = fn(*(a.double() for a in args))
+        assert_close_to_reference(compiled(*args), fn(*args), reference)
+    assert last_compilation().sites[0].rewritten and "index" in last_compilation().after
