@@ -130,8 +130,20 @@ class Dump:
         self._report()
 
     def _report(self) -> None:
-        """Write the reports of all graphs in the folder, those of other processes included."""
-        found = sorted(self.root.glob("*/graph.json"), key=lambda p: _number(p.parent))
+        """Write the reports of all graphs in the folder, those of other processes included.
+
+        Again where another process has finished a graph meanwhile: it may have written its reports
+        before these, without which the graph would be missing.
+        """
+        written: list[Path] | None = None
+        while (found := self._finished()) != written:
+            self._write_reports(found)
+            written = found
+
+    def _finished(self) -> list[Path]:
+        return sorted(self.root.glob("*/graph.json"), key=lambda p: _number(p.parent))
+
+    def _write_reports(self, found: Sequence[Path]) -> None:
         with _explained(self.root):
             graphs = [json.loads(path.read_text(encoding="utf-8")) for path in found]
         report = report_object(graphs)

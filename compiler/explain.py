@@ -34,6 +34,7 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
         reason why not; the graphs before and after.
 
     Raises:
+        TypeError: nothing that can be called.
         ValueError: an environment variable of this package that it does not take.
 
     Example:
@@ -49,6 +50,8 @@ def explain(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Report:
         >>> report.sites[0].segments[0].rows, report.sites[0].segments[0].branches
         ('0', '8')
     """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function or a module, got {type(fn).__name__}")
     target = Target.of(fn)
     options, patches = Options.resolve(target.options, target.mode)
     options = replace(options, strict=False)

@@ -14,6 +14,7 @@ from support.shared_prefix import attention, inputs, sdpa, stack, unshared
 from torch._dynamo.exc import BackendCompilerFailed
 
 import torch_cascade
+from torch_cascade.compiler import dump
 from torch_cascade.compiler.dump import Dump
 from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.layers import arrange
@@ -235,3 +236,22 @@ def test_edges_do_not_cross_where_they_need_not():
     boxes = arrange(ladder, {node: 2 for node in ladder})
     order = sorted(range(5), key=lambda i: boxes[f"t{i}"].x)
     assert sorted(range(5), key=lambda i: boxes[f"b{4 - i}"].x) == order
+
+
+def test_a_graph_that_another_process_finishes_meanwhile_is_not_lost(tmp_path, monkeypatch):
+    """It appears between the first look at the folder and the writing of the reports."""
+    run(attention, tmp_path)
+    (content,) = tmp_path.glob("*/graph.json")
+    late = tmp_path / "007" / "graph.json"
+    write = dump._write
+
+    def slow(root, path, text):
+        if path.name == "report.json" and not late.exists():
+            late.parent.mkdir()
+            late.write_text(content.read_text().replace(f'"{content.parent.name}"', '"007"'))
+        write(root, path, text)
+
+    monkeypatch.setattr(dump, "_write", slow)
+    Dump.claim(tmp_path)._report()
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert "007" in [graph["folder"] for graph in report["graphs"]]

@@ -416,3 +416,8 @@ def test_a_missing_extra_is_one_line(monkeypatch, wanted):
     with pytest.raises(ImportError) as caught:
         getattr(torch_cascade, wanted)
     assert str(caught.value) == f"{wanted} needs transformers: pip install 'torch-cascade[hf]'"
+
+
+def test_what_cannot_be_called_is_an_error_that_names_the_argument():
+    with pytest.raises(TypeError, match="fn must be a function or a module, got str"):
+        torch_cascade.explain("abc")
