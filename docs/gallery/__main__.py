@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 
+import torch_cascade
 from torch_cascade.compiler import calibration
 from torch_cascade.compiler.device_table import cpu_device
 from torch_cascade.compiler.picture import svg
@@ -29,7 +30,8 @@ from torch_cascade.compiler.summary import Report
 HERE = Path(__file__).parent
 PROGRAMS = ("beams", "llama", "padded", "levels", "declined", "blend")
 TIMES = re.compile(r";\s+the\s+passes\s+took\s+[\d.]+\s+s\s+of\s+[\d.]+\s+s")
-INSTALLED = re.compile(r".*/(?:site-packages|torch_cascade)/(.*\.py):\d+:")
+PACKAGE = re.escape(str(Path(torch_cascade.__file__).parent))  # a checkout has any name
+INSTALLED = re.compile(rf"(?:.*/site-packages|{PACKAGE})/(.*\.py):\d+:")
 
 INTRODUCTION = """\
 # Gallery
