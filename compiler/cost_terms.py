@@ -208,8 +208,10 @@ def gpu_naive(*, split: bool) -> tuple[Kernel, ...]:
 def gpu_launch(parts: tuple[PartSymbols, ...], *, tail: bool, direct: bool) -> Kernel:
     """One launch of our attention over one or two segments of keys.
 
-    Every program goes through its run of keys in steps of one tile; there are as many at once as
-    multiprocessors. A tail is more steps of the first segment's last programs.
+    Every program goes through its run of keys in steps of one tile, after some steps' time in which
+    nothing is there yet; there are as many at once as multiprocessors. A tail is more steps of the
+    first segment's last programs, twice as long, as they wait for each load. What is written is
+    slower than what is read.
     """
     own = parts[:1] if tail else parts
     steps = [parts[0].steps + 2 * parts[1].steps] if tail else [p.steps for p in parts]

@@ -42,7 +42,7 @@ GPU_FIGURES = SHARED | {
     "shared": Meaning(BYTE, "shared memory that one block may have"),
     "attend": Meaning(NUMBER, "part of a matrix product's rate that our attention reaches"),
     "attend.read": Meaning(NUMBER, "part of the read rate that our attention reaches"),
-    "step": Meaning(SECOND, "one tile of keys in one program of our attention"),
+    "step": Meaning(SECOND, "one tile of keys, 128 features, in one program of our attention"),
     "library": Meaning(NUMBER, "part of that rate that torch's attention reaches"),
     "library.step": Meaning(SECOND, "one tile of keys in one block of torch's attention"),
 }

@@ -8,7 +8,7 @@ says no and never adds a guard; this package's deliberate guards are those of de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
 import sympy
@@ -260,9 +260,3 @@ def show(graph: fx.Graph, *, renamed: bool = True) -> str:
     from torch_cascade.compiler.printing import Printer
 
     return Printer(graph, renamed=renamed).text()
-
-
-def users_outside(nodes: Sequence[fx.Node], root: fx.Node) -> list[fx.Node]:
-    """Users of `nodes` that are neither among them nor users of `root`."""
-    inside = set(nodes)
-    return [u for n in nodes if n is not root for u in n.users if u not in inside]

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
+from torch_cascade.compiler.graph import Size, Sizes, product, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.token_maker import Maker
@@ -142,8 +142,3 @@ def around(sizes: tuple[Size, ...], axis: Axis) -> tuple[Size, Size]:
 def has_size(node: fx.Node, axis: Axis, sizes: Sizes) -> bool:
     """True iff the axis provably fills its dim of a tensor node."""
     return axis.dim < rank_of(node) and sizes.equal(shape(node)[axis.dim], axis.size)
-
-
-def dtype_of(node: fx.Node) -> torch.dtype:
-    """The dtype of a tensor node."""
-    return tensor(node).dtype

@@ -18,12 +18,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import tracing
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_iter, tree_leaves
 
-from torch_cascade.compiler.graph import Sizes, fake_mode
-from torch_cascade.passes.verify import GraphError, alike, described, same_size
+from torch_cascade.compiler.graph import Sizes
+from torch_cascade.passes.verify import GraphError, alike, described, replaying, same_size
 
 Aliases = dict[fx.Node, frozenset[str]]
 
@@ -136,12 +134,9 @@ def _aliases(graph: fx.Graph) -> Aliases:
 
 
 def _run_on_fakes(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """A fake result for each node that can be run; a size is what its metadata says.
-
-    So is a tensor of a size that only data tells: run again, it would have another one.
-    """
+    """A fake result for each node that can be run; a size is what its metadata says."""
     results: dict[fx.Node, Any] = {}
-    with tracing(None), fake_mode(graph):
+    with replaying(graph):
         for node in graph.nodes:
             if "val" not in node.meta:
                 continue
@@ -157,11 +152,6 @@ def _run_on_fakes(graph: fx.Graph) -> dict[fx.Node, Any]:
             args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
             results[node] = node.target(*args, **kwargs)
     return results
-
-
-def _can_run(found: Any) -> bool:
-    tensors = [leaf for leaf in tree_iter(found) if isinstance(leaf, torch.Tensor)]
-    return bool(tensors) and not any(map(free_unbacked_symbols, tensors))
 
 
 def _storages(result: Any) -> frozenset[int]:

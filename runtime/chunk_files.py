@@ -93,7 +93,7 @@ class ChunkFolder:
         """Where a chunk's file is, if there is one."""
         return self.folder / f"{key.name}{_SUFFIX}"
 
-    def prefetch(self, name: str) -> None:
+    def prefetch(self, key: ChunkKey) -> None:
         """Ask the system to read a chunk's file, if it is there, and do not wait for it.
 
         Opening files one by one waits for the disk several times a file.
@@ -101,7 +101,7 @@ class ChunkFolder:
         if not hasattr(os, "posix_fadvise"):
             return
         with contextlib.suppress(OSError):  # `open` says what is wrong with it
-            descriptor = os.open(self.folder / f"{name}{_SUFFIX}", os.O_RDONLY)
+            descriptor = os.open(self.path(key), os.O_RDONLY)
             try:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:

@@ -43,9 +43,13 @@ class ChunkShelf:
         if self.folder is None:
             return
         with self._lock:
-            missing = {key.name for key in keys if not any(key.name in tier for tier in self.tiers)}
-        for name in missing - self._bad:
-            self.folder.prefetch(name)
+            missing = {key.name: key for key in keys if not self._in_memory(key)}
+            wanted = [key for name, key in missing.items() if name not in self._bad]
+        for key in wanted:
+            self.folder.prefetch(key)
+
+    def _in_memory(self, key: ChunkKey) -> bool:
+        return any(key.name in tier for tier in self.tiers)
 
     def find_first(
         self, keys: Sequence[ChunkKey], model_tables: Sequence[RopeTable]

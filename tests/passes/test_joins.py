@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.backend import eager_cascade, last_compilation
-from support.three_levels import OWN, REQUEST, SYSTEM, B, D, H, M, N, T, attention, inputs
+from support.three_levels import OWN, REQUEST, SYSTEM, B, D, H, M, N, T, attention, inputs, paged
 from support.tolerance import assert_close_to_reference
 
 from torch_cascade.compiler import calibration
@@ -121,21 +121,13 @@ def test_levels_that_are_not_nested_are_not_joined(monkeypatch):
 
 
 def test_pages_are_not_joined(monkeypatch):
-    size, pages = 4, 3
-    pool, table = torch.randn(20, H, size, D), torch.randperm(20)[: B * pages].view(B, pages)
-
-    def fn(q, pool, system, own):
-        spread = table.repeat_interleave(T, 0)
-        prefix = pool[spread].permute(0, 2, 1, 3, 4).reshape(N, H, pages * size, D)
-        kv = torch.cat([system.expand(N, -1, -1, -1), prefix, own], 2)
-        return F.scaled_dot_product_attention(q, kv, kv)
-
+    fn, pool = paged()
     q, system, _, own = inputs()
     assert len(check(fn, [q, pool, system, own], 0, monkeypatch)) == 1
 
 
 def work(runs, kind="cuda"):
-    """64 branches of each of 4 requests, 16 query tokens a branch, 64 query heads over 8."""
+    """64 branches of each of 4 requests, 4 query tokens a branch, 64 query heads over 8."""
     sizes = {"batch": 256, "heads": 64, "q_len": 4, "kv_heads": 8, "naive_heads": 8}
     kv = {"d_k": 128, "d_v": 128, "q_bytes": 2, "kv_bytes": 2, "dtype": "bfloat16"}
     return Work(**sizes, **kv, copied=True, device=torch.device(kind), runs=runs)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.backend import eager_cascade, last_compilation
-from support.three_levels import OWN, REQUEST, SYSTEM, B, D, H, M, N, T, attention, inputs
+from support.three_levels import OWN, REQUEST, SYSTEM, D, H, M, N, T, attention, inputs, paged
 from support.tolerance import assert_close_to_reference
 
 
@@ -86,16 +86,7 @@ def test_masks_are_cut_for_parts_that_were_joined():
 
 
 def test_pages_of_a_level_that_is_given_up_are_gathered():
-    size, pages = 4, 3
-    pool = torch.randn(20, H, size, D)
-    table = torch.randperm(20)[: B * pages].view(B, pages)
-
-    def fn(q, pool, system, own):
-        spread = table.repeat_interleave(T, 0)
-        prefix = pool[spread].permute(0, 2, 1, 3, 4).reshape(N, H, pages * size, D)
-        kv = torch.cat([system.expand(N, -1, -1, -1), prefix, own], 2)
-        return F.scaled_dot_product_attention(q, kv, kv)
-
+    fn, pool = paged()
     q, _, _, own = inputs()
     system = torch.randn(1, H, 50, D)
     check(fn, [q, pool, system, own])

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from support.backend import eager_cascade
+from support.backend import eager_cascade, last_compilation
+from support.shared_prefix import attention, inputs
 from torch._dynamo.exc import BackendCompilerFailed
 
 import torch_cascade
@@ -201,6 +202,20 @@ def test_sizes_that_data_tells_are_no_obstacle(monkeypatch):
                 Case(fn, replaced(aten.cos.default, aten._to_copy.default, dtype=wide), ""),
                 monkeypatch,
             )
+
+
+def test_what_verify_runs_again_is_nothing_to_inductor():
+    """Unknown sizes that a check met are no debt of the next op that torch traces."""
+
+    def fn(q, prefix, suffix, x):
+        return attention(q, prefix, suffix), x.nonzero()[1:]
+
+    args = [*inputs(), torch.tensor([1, 0, 2, 3])]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        backend = eager_cascade(verify=True, decide="always")
+        out, places = torch.compile(fn, backend=backend, fullgraph=True)(*args)
+    torch.testing.assert_close(out, fn(*args)[0])
+    assert places.tolist() == [[2], [3]] and last_compilation().rewritten == 1
 
 
 def test_a_marker_that_is_lowered_still_yields_copies():

@@ -20,6 +20,20 @@ def inputs():
     return [q, system, request, own]
 
 
+def paged():
+    """An attention like it whose request keys are pages of a pool, and that pool [20, H, 4, D]."""
+    size, pages = 4, 3
+    pool, table = torch.randn(20, H, size, D), torch.randperm(20)[: B * pages].view(B, pages)
+
+    def fn(q, pool, system, own):
+        spread = table.repeat_interleave(T, 0)
+        prefix = pool[spread].permute(0, 2, 1, 3, 4).reshape(N, H, pages * size, D)
+        kv = torch.cat([system.expand(N, -1, -1, -1), prefix, own], 2)
+        return F.scaled_dot_product_attention(q, kv, kv)
+
+    return fn, pool
+
+
 def attention(q, system, request, own, mask=None, order="interleave"):
     """Branches of a request are neighbours ("interleave"), or those of one number ("repeat")."""
     batch, times = q.shape[0], q.shape[0] // request.shape[0]
