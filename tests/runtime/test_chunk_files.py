@@ -215,3 +215,23 @@ def test_processes_share_a_folder_and_its_budget(tmp_path):
     assert 1 <= len(files) < 7 and all(file.name.endswith(".safetensors") for file in files)
     ChunkFolder(tmp_path, budget).evict()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= budget
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no advice")
+def test_files_of_a_prompt_are_read_ahead(model, tmp_path, monkeypatch):
+    """All at once, before the first is opened; not those of chunks that are in memory."""
+    a, b, missing = [5, 6, 7], [8, 9, 10, 11], [12, 13]
+    store = ChunkStore(model, folder=tmp_path)
+    for chunk in (a, b):
+        store.add(chunk)
+    events = []
+    opened = ChunkFolder.open
+    monkeypatch.setattr(os, "posix_fadvise", lambda *args: events.append(args[1:]))
+    monkeypatch.setattr(ChunkFolder, "open", lambda *args: events.append("open") or opened(*args))
+    store.blend([a, b, [14, 15]])
+    ahead = (0, 0, os.POSIX_FADV_WILLNEED)
+    assert ahead not in events
+    events.clear()
+    fresh = ChunkStore(model, cpu_bytes=0, folder=tmp_path)
+    assert fresh.blend([a, missing, b, [14, 15]]).report.reused == len(a) + len(b)
+    assert events.count(ahead) == 2 and events.index("open") == 2
