@@ -120,6 +120,7 @@ def between_events(run: Callable[[], object]) -> Events:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's type and the first line that it says."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """An exception's type and the first line that it says, with the cause that it announces."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = lines[: 2 if lines and lines[0].endswith(":") else 1]
+    return ": ".join([type(error).__name__, " ".join(said)]) if said else type(error).__name__

@@ -23,7 +23,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, free_unbacked_symbols
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 from torch.utils._sympy.numbers import int_oo
 
 from torch_cascade.compiler.graph import Size, Sizes, size_expr, value
@@ -190,7 +190,8 @@ def _check(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "get_attr":
             raise TraceError("it holds a tensor or a function of its own")
-        if free_unbacked_symbols(node.meta.get("val")):
+        # A kernel's results are a dict, in which torch looks for no symbols.
+        if any(map(free_unbacked_symbols, tree_leaves(node.meta.get("val")))):
             raise TraceError(f"{node.target} makes a number or a size of the values of a tensor")
 
 

@@ -103,6 +103,8 @@ def test_a_flush_reads_or_writes():
 def test_an_error_in_one_line():
     assert timing.first_line(ValueError("one\ntwo")) == "ValueError: one"
     assert timing.first_line(KeyError()) == "KeyError"
+    said = timing.first_line(ValueError("backend raised:\n\nTypeError: no\nmore"))
+    assert said == "ValueError: backend raised: TypeError: no"
 
 
 COMPILE = """

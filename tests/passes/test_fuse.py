@@ -13,10 +13,12 @@ from support.capture import joint_graph
 from support.hf_models import VOCABULARY, tiny_model
 from support.lowering import FakePart, fused_on_the_cpu, lowered_for_cuda, rewritten
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from torch_cascade.compiler.graph import value
 from torch_cascade.compiler.pass_base import PassContext
 from torch_cascade.kernels.ops import attend, merge
+from torch_cascade.passes import trace
 from torch_cascade.passes.fuse import SHARED, Fusion, Separate, fusions
 from torch_cascade.passes.lower import target_of
 from torch_cascade.runtime.prefix_cache import SharedPrefixCache
@@ -280,6 +282,17 @@ def test_kernels_of_a_gpu(dynamic):
         for name, arg in node.kwargs["kwargs"].items():
             if isinstance(arg, fx.Node) and isinstance(value(arg), torch.Tensor):
                 assert laid(seen[name], context) == laid(value(arg), context), name
+
+
+def test_symbols_are_not_asked_of_the_dict_that_a_kernel_gives(monkeypatch):
+    """torch 2.11 looks for symbols in tensors and sequences only, and raises for a dict."""
+
+    def of_no_dict(held):
+        assert not isinstance(held, dict), held
+        return free_unbacked_symbols(held)
+
+    monkeypatch.setattr(trace, "free_unbacked_symbols", of_no_dict)
+    assert wrappers(lowered_for_cuda(*rewritten(attention, *inputs(torch.bfloat16))))
 
 
 def laid(held: torch.Tensor, context: PassContext) -> list[int | None]:
