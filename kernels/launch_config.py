@@ -66,12 +66,14 @@ class LaunchConfig:
         warps: warps of a program.
         direct: there is one partial result a row, which is the result.
         tail: the second slot is read by the last split of the first.
+        quick: the first slot is read with one reference score where nothing hides its keys.
     """
 
     slots: tuple[SlotConfig, ...]
     warps: int = 4
     direct: bool = False
     tail: bool = False
+    quick: bool = False
 
     @property
     def splits(self) -> int:
@@ -92,6 +94,10 @@ class MergeConfig:
 
 # No more partial results a row than this: beyond it merging costs more than the splits gain.
 _MOST_SPLITS = 64
+# Programs that one multiprocessor holds at a time: their shared memory is what limits them.
+_RESIDENT = 2
+# Tiles of keys that a program could have read before its first one is there.
+_START = 3
 # A suffix of up to this many keys, over all branches of a tile, is read as a tail of the prefix.
 _MOST_TAIL = 128
 
@@ -114,16 +120,49 @@ def attend_config(
         nested: the KV rows of the second slot divide evenly among those of the first.
     """
     first = _slot(shapes[0], widths, limits)
+    # It saves instructions, which count where several tiles of rows read the same keys.
+    quick = widths.q_bytes == 2 and shapes[0].rows > first.block_m
     if len(shapes) == 1:
-        return LaunchConfig((first,), direct=alone and first.splits == 1)
+        return LaunchConfig((first,), direct=alone and first.splits == 1, quick=quick)
     tail = nested and shapes[0].rows * shapes[1].kv_len <= _MOST_TAIL * shapes[1].rows
     if tail:
         keys = shapes[1].kv_len * shapes[0].rows // max(shapes[1].rows, 1)
         block_n = min(first.block_n, padded(keys, least=32))
         second = SlotConfig(first.block_m, block_n, first.stages, splits=1)
         direct = alone and first.splits == 1
-        return LaunchConfig((first, second), direct=direct, tail=True)
-    return LaunchConfig((first, _slot(shapes[1], widths, limits)))
+        return LaunchConfig((first, second), direct=direct, tail=True, quick=quick)
+    second = _slot(shapes[1], widths, limits)
+    return LaunchConfig(_in_one_wave((first, second), shapes, limits), quick=quick)
+
+
+def _tiles(shape: SlotShape, slot: SlotConfig) -> int:
+    """Tiles of rows of a slot; each is read by as many programs as there are splits."""
+    return max(shape.tiles_of * -(-shape.rows // slot.block_m), 1)
+
+
+def _run(shape: SlotShape, slot: SlotConfig) -> int:
+    """Tiles of keys that a program of a slot goes through."""
+    return -(-shape.kv_len // (slot.block_n * slot.splits))
+
+
+def _in_one_wave(
+    slots: tuple[SlotConfig, SlotConfig], shapes: Sequence[SlotShape], limits: DeviceLimits
+) -> tuple[SlotConfig, SlotConfig]:
+    """Fewer splits where the programs of both slots would not all be resident at once.
+
+    No suffix is split into runs shorter than those of the prefix, which everybody waits for; and
+    the prefix leaves room for the suffixes where its longer runs cost less than a second wave.
+    """
+    first, second = slots
+    runs = -(-shapes[1].kv_len // (second.block_n * max(_run(shapes[0], first), 1)))
+    second = replace(second, splits=max(1, min(second.splits, runs)))
+    room = _RESIDENT * limits.processors - _tiles(shapes[1], second) * second.splits
+    fewer = replace(first, splits=min(first.splits, room // _tiles(shapes[0], first)))
+    if fewer.splits < 1:
+        return first, second
+    longer = _run(shapes[0], fewer) - _run(shapes[0], first)
+    wave = _run(shapes[1], second) + _START
+    return (fewer if longer < wave else first), second
 
 
 def _tallest(widths: Widths) -> int:
@@ -131,15 +170,22 @@ def _tallest(widths: Widths) -> int:
     return 64 if widths.q_bytes <= 2 else 32
 
 
+def _height(rows: int, widths: Widths) -> int:
+    """Rows of a tile: 16, or the tallest; half-empty tall ones beat the instructions of 32 rows."""
+    if widths.q_bytes <= 2 and rows > 16:
+        return _tallest(widths)
+    return min(_tallest(widths), padded(rows))
+
+
 def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
-    block_m = min(_tallest(widths), padded(shape.rows))
+    block_m = _height(shape.rows, widths)
     block_n = 64 if max(padded(widths.d_k), padded(widths.d_v)) * widths.kv_bytes <= 256 else 32
-    tiles = max(shape.tiles_of * -(-shape.rows // block_m), 1)
+    slot = SlotConfig(block_m, block_n, 3, 1)
     # One program a multiprocessor keeps its memory busy; tall tiles need two to overlap arithmetic.
-    resident = 1 if shape.rows <= block_m else 2
-    wanted = max(1, resident * limits.processors // tiles)
+    resident = 1 if shape.rows <= block_m else _RESIDENT
+    wanted = max(1, resident * limits.processors // _tiles(shape, slot))
     splits = max(1, min(wanted, _MOST_SPLITS, -(-shape.kv_len // block_n)))
-    return _fitted(SlotConfig(block_m, block_n, 3, splits), widths, limits)
+    return _fitted(replace(slot, splits=splits), widths, limits)
 
 
 def shared_bytes(slot: SlotConfig, widths: Widths) -> int:
@@ -168,7 +214,10 @@ def _fitted(slot: SlotConfig, widths: Widths, limits: DeviceLimits) -> SlotConfi
 def invariant_config(
     shapes: Sequence[SlotShape], widths: Widths, limits: DeviceLimits
 ) -> LaunchConfig:
-    """A configuration that depends on nothing but the lengths of the segments."""
+    """A configuration that depends on nothing but the lengths of the segments.
+
+    Never `quick`: a row would depend on whether the scores of the other rows of its tile grow.
+    """
     slots = tuple(_slot(SlotShape(1, 1, s.kv_len), widths, limits) for s in shapes)
     tall = (replace(slot, block_m=_tallest(widths)) for slot in slots)
     return LaunchConfig(tuple(_fitted(slot, widths, limits) for slot in tall))

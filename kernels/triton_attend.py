@@ -28,6 +28,7 @@ from torch_cascade.kernels.triton_finish import (
     write_final,
     write_partial,
 )
+from torch_cascade.kernels.triton_quick import attend_quick
 from torch_cascade.kernels.triton_step import (
     attend_run,
     empty_state,
@@ -147,6 +148,7 @@ def attend_parts(
     DIRECT: tl.constexpr,
     SLOTS: tl.constexpr,
     TAIL: tl.constexpr,
+    QUICK: tl.constexpr,
     BLOCK_M_a: tl.constexpr,
     BLOCK_N_a: tl.constexpr,
     STAGES_a: tl.constexpr,
@@ -178,6 +180,8 @@ def attend_parts(
     PLAIN: tl.constexpr = POSITIVE and not SOFTCAP and not ALIBI
     RAW_B: tl.constexpr = PLAIN and MASK_b != 2 and not SCALED_b
     RAW_A: tl.constexpr = PLAIN and MASK_a != 2 and not SCALED_a and (RAW_B or not TAIL)
+    # Weights relative to the first tile's are at most 2^LIMIT: within the range of their dtype.
+    LIMIT: tl.constexpr = 15 if q.dtype.element_ty == tl.float16 else 64
     item = tl.program_id(0)
     part_rows = tl.cast(part_rows, tl.int64)
     scale = tl.cast(scale, tl.float32)  # Inductor passes Python floats as float64
@@ -209,6 +213,12 @@ def attend_parts(
         owner = row_info[3]  # not read
         low = split * split_len_a
         high = tl.minimum(low + split_len_a, kv_len_a)
+        if QUICK and RAW_A and MASK_a == 0 and not POSITIONS_a:
+            state, low = attend_quick(
+                q_tile, state, kv_row, kv_head, low, high, scale, keys_a, kv_lens_a,
+                D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, LENS_a, PAGED_a, PRECISION, K_STEP_a, V_STEP_a,
+                STAGES_a, LIMIT,
+            )  # fmt: skip
         state = attend_run(
             q_tile, state, row_info, owner, kv_row, kv_head, low, high, kv_len_a,
             scale, softcap, slopes, keys_a, seen_a, k_scale_a, v_scale_a,

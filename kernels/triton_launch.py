@@ -245,6 +245,7 @@ def _launch_attend(
         "DIRECT": config.direct,
         "SLOTS": 2 if two and not config.tail else 1,
         "TAIL": config.tail,
+        "QUICK": config.quick,
     }
     _launchable(attend_parts)[grid](
         **arguments, num_warps=config.warps, num_stages=config.slots[0].stages

@@ -137,6 +137,60 @@ def test_short_suffixes_of_a_request_are_a_tail():
         assert config.tail == tail
 
 
+@pytest.mark.parametrize(("rows", "height"), [(1, 16), (16, 16), (17, 64), (32, 64), (200, 64)])
+def test_tiles_are_16_rows_or_64(rows, height):
+    """The matrix instructions for 32 rows are slower than those for 64 of which half are empty."""
+    config = attend_config([SlotShape(8, rows, 4096)], BF16, H200, alone=True, nested=False)
+    assert config.slots[0].block_m == height
+    config = attend_config([SlotShape(8, rows, 4096)], FP32, H200, alone=True, nested=False)
+    assert config.slots[0].block_m == min(32, padded(rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind", "quick"),
+    [(64, BF16, False), (65, BF16, True), (256, BF16, True), (256, FP32, False)],
+)
+def test_instructions_are_saved_where_they_are_what_takes_time(rows, kind, quick):
+    shapes = [SlotShape(8, rows, 4096), SlotShape(64, 4, 500)]
+    assert attend_config(shapes, kind, H200, alone=True, nested=True).quick is quick
+    assert attend_config(shapes[:1], kind, H200, alone=True, nested=False).quick is quick
+    assert not invariant_config(shapes, kind, H200).quick
+
+
+def items(shapes, config):
+    """Programs of each slot."""
+    pairs = zip(shapes, config.slots, strict=True)
+    return [s.tiles_of * -(-s.rows // slot.block_m) * slot.splits for s, slot in pairs]
+
+
+def test_programs_of_both_slots_are_resident_at_once():
+    """B, T, L, S, X = 2, 2, 8192, 16, 256: a second wave took as long as the first."""
+    shapes = [SlotShape(16, 128, 8192), SlotShape(32, 64, 256)]
+    config = attend_config(shapes, BF16, H200, alone=True, nested=True)
+    assert items(shapes, config) == [32 * 7, 32]
+
+
+@pytest.mark.parametrize("branches", [16, 64])
+def test_many_suffixes_take_no_room_from_the_prefix(branches):
+    shapes = [SlotShape(32, 4 * branches, 4096), SlotShape(32 * branches, 4, 256)]
+    both = attend_config(shapes, BF16, H200, alone=True, nested=True)
+    alone = attend_config(shapes[:1], BF16, H200, alone=True, nested=False)
+    assert both.slots[0] == alone.slots[0]
+
+
+def test_a_second_wave_of_short_suffixes_is_better_than_a_long_prefix():
+    shapes = [SlotShape(8, 80, 4096), SlotShape(160, 4, 64)]
+    both = attend_config(shapes, BF16, H200, alone=True, nested=True)
+    assert items(shapes, both) == [256, 160]
+
+
+def test_a_long_suffix_is_split_into_runs_like_those_of_the_prefix():
+    shapes = [SlotShape(8, 128, 4096), SlotShape(16, 64, 4096)]
+    config = attend_config(shapes, BF16, H200, alone=True, nested=True)
+    runs = [s.kv_len / slot.splits for s, slot in zip(shapes, config.slots, strict=True)]
+    assert runs[1] >= 0.8 * runs[0] and config.slots[1].splits > 1
+
+
 def test_what_does_not_fit_is_made_smaller():
     """Two tiles of 64 x 256 float32 K and V, twice, and that of Q: more than an A100 has."""
     wide = FP32._replace(d_k=256, d_v=256)

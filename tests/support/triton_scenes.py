@@ -315,24 +315,25 @@ def assert_right(result: tuple[Tensor, Tensor], call: Call) -> None:
     assert_close_to_reference(lse, eager[1], wanted[1])
 
 
-def launch(
-    *splits: int, direct: bool = False, tail: bool = False, tile: tuple[int, int] = (16, 16)
-) -> LaunchConfig:
+def launch(*splits: int, tile: tuple[int, int] = (16, 16), **how: bool) -> LaunchConfig:
     """A configuration with one number of splits a slot."""
     slots = tuple(SlotConfig(*tile, 2, number) for number in splits)
-    return LaunchConfig(slots, direct=direct, tail=tail)
+    return LaunchConfig(slots, **how)
 
 
 ONE_SEGMENT = {
     "direct": launch(1, direct=True),
     "splits-1": launch(1),
     "splits-3": launch(3),
+    "quick": launch(2, quick=True),
 }
 TWO_SEGMENTS = {
     "splits-1-1": launch(1, 1),
     "splits-3-2": launch(3, 2),
     "direct-tail": launch(1, 1, direct=True, tail=True),
     "splits-2-tail": launch(2, 1, tail=True),
+    "quick": launch(2, 1, quick=True),
+    "quick-tail": launch(1, 1, direct=True, tail=True, quick=True),
 }
 
 

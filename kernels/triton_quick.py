@@ -1,0 +1,101 @@
+"""A faster inner loop of `triton_attend.py`: keys that nothing hides, scores used as they are.
+
+`triton_step.py` subtracts the largest score so far from every score, and multiplies the output by
+how much that has grown at every tile. Only differences matter, though: any reference does that
+leaves the weights within the range of their dtype. Here that is the largest score of the first tile
+for the whole run (as FlashAttention-4 skips most of its rescaling), so that no tile waits for a
+maximum, sums and maxima stay in their threads until the end, and the output is only ever added to.
+
+Whether the range was kept is checked at the end, and if not, the run is computed again by the other
+loop: rare, as scores have to grow by a factor of 2^LIMIT after the first tile, and never wrong.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_cascade.kernels.triton_step import LOG2E, empty_state, offsets
+
+FOLD = tl.constexpr(8)  # columns of a tile that sums and maxima are kept for: none is exchanged
+
+
+@triton.jit
+def attend_quick(
+    q_tile,
+    state,
+    kv_row,
+    kv_head,
+    low,
+    high,
+    scale,
+    keys,
+    kv_lens,
+    D_K: tl.constexpr,
+    D_V: tl.constexpr,
+    PAD_K: tl.constexpr,
+    PAD_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LENS: tl.constexpr,
+    PAGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    K_STEP: tl.constexpr,
+    V_STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """(state after the keys [low, high) of KV row kv_row, first key that is still to be seen).
+
+    The given state has seen no key. What comes back is either the finished state and `high`, or
+    that empty state and `low`. It is one of `attend_run` with RAW: its `top` is to be multiplied by
+    the scale, and may be any reference that weights are relative to, not the largest score.
+    """
+    k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
+    d_k = tl.arange(0, PAD_K)
+    d_v = tl.arange(0, PAD_V)
+    k += kv_head.to(tl.int64) * k_head
+    v += kv_head.to(tl.int64) * v_head
+    if LENS:
+        high = tl.minimum(high, tl.load(kv_lens + kv_row)).to(tl.int32)
+    factor = scale * LOG2E
+    top, _total, acc = state
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    totals = tl.zeros([BLOCK_M, FOLD], tl.float32)
+    peaks = tl.full([BLOCK_M, FOLD], float("-inf"), tl.float32)
+    for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
+        key = start + tl.arange(0, BLOCK_N)
+        in_range = key < high
+        k_base, k_at = offsets(
+            start, kv_row, key, in_range, k_row, k_key, table, table_stride, page_size,
+            BLOCK_N, PAGED, False, K_STEP,
+        )  # fmt: skip
+        k_ok = in_range[None, :] if D_K == PAD_K else in_range[None, :] & (d_k < D_K)[:, None]
+        k_tile = tl.load(k + k_base + k_at[None, :] + d_k[:, None], mask=k_ok, other=0.0)
+        scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
+        if start + BLOCK_N > high:
+            scores = tl.where(in_range[None, :], scores, float("-inf"))
+        if start == low:
+            top = tl.max(scores, 1)
+            top = tl.where(top == float("-inf"), 0.0, top)
+        folded = tl.reshape(scores, [BLOCK_M, BLOCK_N // FOLD, FOLD])
+        peaks = tl.maximum(peaks, tl.max(folded, 1))
+        # After the subtraction: see `weigh` about scores that are multiplied before it.
+        weights = tl.exp2((scores - top[:, None]) * factor)
+        totals += tl.sum(tl.reshape(weights, [BLOCK_M, BLOCK_N // FOLD, FOLD]), 1)
+        v_base, v_at = offsets(
+            start, kv_row, key, in_range, v_row, v_key, table, table_stride, page_size,
+            BLOCK_N, PAGED, False, V_STEP,
+        )  # fmt: skip
+        v_ok = in_range[:, None] if D_V == PAD_V else in_range[:, None] & (d_v < D_V)[None, :]
+        v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
+        weights = weights.to(q_tile.dtype)
+        acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
+    # Comparisons with NaN are false: a NaN goes on to the other loop, too.
+    growth = (tl.max(peaks, 1) - top) * factor
+    kept = (tl.abs(growth) <= LIMIT) & (tl.max(tl.abs(acc), 1) < float("inf"))
+    total = tl.sum(totals, 1)
+    if tl.min(kept.to(tl.int32), 0) == 1:
+        low = high
+    else:
+        top, total, acc = empty_state(BLOCK_M, PAD_V)
+    return (top, total, acc), low

@@ -1,0 +1,174 @@
+"""The loop with one reference score: when it is kept, when the other loop takes over."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+from support.tolerance import assert_close_to_reference, error_bound
+from support.triton_scenes import (
+    PREFIX,
+    SMALL,
+    assert_right,
+    launch,
+)
+
+from torch_cascade.kernels import triton_launch
+from torch_cascade.kernels.triton_quick import attend_quick
+from torch_cascade.kernels.triton_step import empty_state, result_of
+
+ONE = SMALL.but(parts=(PREFIX.but(branches=4, keys=40),))
+QUICK = launch(1, quick=True)
+KEYS, FIRST, LATER = 40, 3, 33
+
+
+@triton.jit
+def one_tile(q, k, v, o, lse, seen, keys, LIMIT: tl.constexpr):
+    """16 query rows of 16 features against `keys` keys, in tiles of 16."""
+    row, d = tl.arange(0, 16), tl.arange(0, 16)
+    at = row[:, None] * 16 + d[None, :]
+    zero = tl.program_id(0)
+    where = (k, v, zero, zero, 16, zero, zero, 16, q, zero, 1)
+    state, low = attend_quick(
+        tl.load(q + at), empty_state(16, 16), zero, zero, zero, keys, 1.0, where, q,
+        16, 16, 16, 16, 16, False, False, "ieee", 16, 16, 2, LIMIT,
+    )  # fmt: skip
+    result, logarithm = result_of(state, 1.0, True)
+    tl.store(o + at, result)
+    tl.store(lse + row, logarithm)
+    tl.store(seen, low)
+
+
+def seen_by(scores, device, limit=64, value=1.0):
+    """(o, lse in log2, the first key left) for given scores of all rows, scale 1."""
+    q = torch.zeros(16, 16)
+    q[:, 0] = 1.0
+    k, v = torch.zeros(len(scores), 16), torch.full((len(scores), 16), value)
+    k[:, 0] = torch.tensor(scores)
+    o, lse = torch.full((16, 16), math.nan), torch.full((16,), math.nan)
+    seen = torch.tensor(-1, dtype=torch.int32)
+    there = [x.to(device) for x in (q, k, v, o, lse, seen)]
+    triton_launch._launchable(one_tile)[(1,)](*there, len(scores), LIMIT=limit)
+    return tuple(x.cpu() for x in there[3:])
+
+
+def rising(by, keys=KEYS):
+    """Zeros, and a score of a later tile that is larger by 2^by."""
+    scores = [0.0] * keys
+    scores[LATER] = by * math.log(2.0)
+    return scores
+
+
+def test_a_run_within_the_limit_is_finished(device):
+    o, lse, left = seen_by(rising(20), device)
+    assert left == KEYS
+    torch.testing.assert_close(o, torch.ones(16, 16))
+    torch.testing.assert_close(lse, torch.full((16,), math.log2(2.0**20 + KEYS - 1)))
+
+
+@pytest.mark.parametrize(("rise", "limit"), [(65, 64), (16, 15), (-1, -2)])
+def test_scores_that_grow_too_much_are_left_to_the_other_loop(rise, limit, device):
+    o, lse, left = seen_by(rising(rise), device, limit)
+    assert left == 0
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+def test_one_row_that_grows_takes_its_tile_along(device):
+    """Here all rows do; what matters is that none is finished alone: they share `low`."""
+    _, _, kept = seen_by(rising(63), device)
+    _, _, left = seen_by(rising(66), device)
+    assert (kept, left) == (KEYS, 0)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 3e38])
+def test_an_output_that_is_not_finite_is_left(value, device):
+    """Weights up to 2^64 times a large value are more than float32 holds; the others are not."""
+    _, _, left = seen_by(rising(60), device, value=value)
+    assert left == 0
+
+
+@pytest.mark.parametrize("place", [FIRST, LATER])
+@pytest.mark.parametrize("score", [math.inf, math.nan])
+def test_scores_that_are_not_finite_are_left(score, place, device):
+    scores = [0.0] * KEYS
+    scores[place] = score
+    assert seen_by(scores, device)[2] == 0
+
+
+@pytest.mark.parametrize("later", [-math.inf, 0.0, -1000.0, 1000.0])
+def test_a_first_tile_without_a_finite_score(later, device):
+    """Its reference is 0: kept if the others are near that, else not."""
+    _, lse, left = seen_by([-math.inf] * 16 + [later] * 8, device)
+    assert left == (24 if later == 0.0 else 0)
+    if later == 0.0:
+        torch.testing.assert_close(lse, torch.full((16,), 3.0))
+
+
+def test_no_keys(device):
+    o, lse, left = seen_by([], device)
+    assert left == 0
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("keys", [1, 15, 16, 17, 40])
+def test_a_tile_that_is_not_full(keys, device):
+    o, lse, left = seen_by([-700.0] * keys, device, value=-3.0)
+    assert left == keys
+    torch.testing.assert_close(o, torch.full((16, 16), -3.0))
+    torch.testing.assert_close(lse, torch.full((16,), -700 / math.log(2.0) + math.log2(keys)))
+
+
+# --- in a launch ----------------------------------------------------------------------------------
+
+
+def assert_rounded_once(result, call):
+    """Within the bound of eager code: every weight is rounded to the dtype of q once.
+
+    Eager code's own error can be far below its bound here: where one key takes all, its weight is 1
+    there, which no rounding changes, and 2^x here.
+    """
+    (o, lse), (wanted, wanted_lse), (eager, eager_lse) = result, call.oracle(), call.eager()
+    unit = torch.finfo(call.q.dtype).eps / 2
+    part = call.parts[0]
+    rounded = unit * call.but(parts=[part._replace(v=part.v.abs())]).oracle()[0]
+    assert ((o - wanted).abs() <= rounded + error_bound(eager, wanted, torch.float32)).all()
+    assert_close_to_reference(lse, eager_lse, wanted_lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [3.0, 40.0, 400.0], ids=["small", "large", "huge"])
+@pytest.mark.parametrize("place", [FIRST, LATER, -1], ids=["first", "later", "last"])
+def test_a_needle_of_any_height(place, factor, dtype, device):
+    call = ONE.but(dtype=dtype).call()
+    part = call.parts[0]
+    part.k[:, :, place] = call.q[0, :1, 0] * factor
+    part.v[:, :, place] = 7.0
+    assert_rounded_once(call(device, configs=[QUICK]), call)
+
+
+def test_what_the_other_loop_takes_over_has_its_bits(device):
+    call = ONE.call()
+    call.parts[0].k[:, :, LATER] = 1e4
+    quick = call(device, configs=[QUICK])
+    plain = call(device, configs=[replace(QUICK, quick=False)])
+    for got, wanted in zip(quick, plain, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_large_values(device):
+    call = ONE.call()
+    call.parts[0].v.mul_(1e36)
+    call.parts[0].k[:, :, LATER] = call.q[0, :1, 0] * 3
+    assert_right(call(device, configs=[QUICK]), call)
+
+
+@pytest.mark.parametrize("page", [0, 4])
+def test_lengths_and_pages(page, device):
+    scene = ONE.but(prefix={"lens": (0.2, 0.9), "page": page, "nan": True, "branches": 2})
+    call = scene.call()
+    assert_right(call(device, configs=[QUICK]), call)
