@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from torch_cascade.benchmarks.rows import Heads, Row
@@ -17,7 +18,9 @@ from torch_cascade.kernels.launch_config import (
     shared_bytes,
 )
 
-TILES = ((64, 64), (64, 32), (128, 64))  # query rows, keys
+# Query rows, keys; tiles of 16 rows are for at most so many, and the only ones for them.
+SMALL_TILES = ((16, 64), (16, 32))
+TILES = ((64, 64), (64, 32), (128, 64))
 STAGES = (2, 3)
 RESIDENT = (1, 2, 3)  # prefix programs a multiprocessor
 TAIL_KEYS = (16, 32, 64)
@@ -51,12 +54,14 @@ def enumerate_all(row: Row, heads: Heads, limits: DeviceLimits) -> list[LaunchCo
     made = [_with_tail(first, keys) for first, keys in product(firsts, tails)]
     seconds = [_suffix(suffix, keys, stages) for keys, stages in SUFFIX_TILES]
     made += [LaunchConfig((first, s), _warps(first)) for first, s in product(firsts, seconds)]
+    made += [replace(config, quick=True) for config in made]
     return [*dict.fromkeys(made)]
 
 
 def _firsts(prefix: SlotShape, limits: DeviceLimits) -> Iterator[SlotConfig]:
-    for (block_m, block_n), stages, resident in product(TILES, STAGES, RESIDENT):
-        block_m = min(block_m, padded(prefix.rows))
+    tall = max(64, padded(prefix.rows))
+    sizes = SMALL_TILES if prefix.rows <= 16 else [tile for tile in TILES if tile[0] <= tall]
+    for (block_m, block_n), stages, resident in product(sizes, STAGES, RESIDENT):
         tiles = prefix.tiles_of * -(-prefix.rows // block_m)
         wanted = max(1, resident * limits.processors // tiles)
         splits = min(wanted, -(-prefix.kv_len // block_n))  # none without keys
@@ -90,10 +95,11 @@ def name(config: LaunchConfig) -> str:
     """In words: tile (rows x keys x stages), warps, splits, and how the suffix is read.
 
     `64x64x3, 4 warps, splits 8, tail 32x3` (keys x stages), or `..., suffix 16x64x2, splits 1`
-    where the suffix has programs of its own.
+    where the suffix has programs of its own; with `quick` after the warps where that is set.
     """
     first, second = config.slots
-    said = f"{_tile(first)}, {config.warps} warps, splits {first.splits}"
+    quick = ", quick" if config.quick else ""
+    said = f"{_tile(first)}, {config.warps} warps{quick}, splits {first.splits}"
     if config.tail:
         return f"{said}, tail {second.block_n}x{second.stages}"
     return f"{said}, suffix {_tile(second)}, splits {second.splits}"

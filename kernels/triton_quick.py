@@ -90,10 +90,11 @@ def attend_quick(
         v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
         weights = weights.to(q_tile.dtype)
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
-    # Comparisons with NaN are false: a NaN goes on to the other loop, too.
     growth = (tl.max(peaks, 1) - top) * factor
-    kept = (tl.abs(growth) <= LIMIT) & (tl.max(tl.abs(acc), 1) < float("inf"))
     total = tl.sum(totals, 1)
+    kept = (tl.abs(growth) <= LIMIT) & (tl.max(tl.abs(acc), 1) < float("inf"))
+    # A row with a NaN among its scores is NaN by either loop: it takes no other rows along.
+    kept = kept | (total != total)
     if tl.min(kept.to(tl.int32), 0) == 1:
         low = high
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,10 +34,15 @@ def test_every_combination_is_there():
             seconds = [
                 (c.tail, c.slots[1].block_n, c.slots[1].stages)
                 for c in of_tile
-                if c.slots[0].splits == splits
+                if c.slots[0].splits == splits and not c.quick
             ]
             tails = [(True, keys, tile[2]) for keys in (16, 32, 64)]
             assert sorted(seconds) == sorted([*tails, (False, 16, 2)])
+
+
+def test_both_loops_are_tried_of_everything():
+    made = every(Row(1, 8, 32768, 4, 4))
+    assert {c for c in made if c.quick} == {replace(c, quick=True) for c in made if not c.quick}
 
 
 def test_tiles_of_the_suffix():
@@ -66,7 +73,7 @@ def test_configurations_make_sense(row):
         first, second = config.slots
         assert (first.splits - 1) * first.block_n < row.prefix  # no split without keys
         assert config.direct == (config.tail and first.splits == 1)
-        assert first.block_m <= max(16, 2 * prefix.rows - 1)
+        assert first.block_m <= (16 if prefix.rows <= 16 else max(64, 2 * prefix.rows - 1))
         assert config.tail or second.block_m <= max(16, 2 * suffix.rows - 1)
 
 
@@ -82,6 +89,8 @@ def test_names():
     first = SlotConfig(64, 32, 3, 8)
     tail = LaunchConfig((first, SlotConfig(64, 16, 2, 1)), tail=True)
     apart = LaunchConfig((first, SlotConfig(16, 64, 2, 4)), warps=8)
+    quick = replace(tail, quick=True)
+    assert candidates.name(quick) == "64x32x3, 4 warps, quick, splits 8, tail 16x2"
     assert candidates.name(tail) == "64x32x3, 4 warps, splits 8, tail 16x2"
     assert candidates.name(apart) == "64x32x3, 8 warps, splits 8, suffix 16x64x2, splits 4"
 

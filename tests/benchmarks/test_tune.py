@@ -232,7 +232,8 @@ def test_the_whole_command_on_a_stand_in(tmp_path, monkeypatch, capsys):
         assert chosen["time"]["median"] == 30.0 and best["time"]["count"] == 4
         expected = 100 * (30 / best["time"]["median"] - 1)
         assert details["regret_percent"] == pytest.approx(expected)
-        assert set(chosen["details"]["config"]) == {"slots", "warps", "direct", "tail"}
+        fields = {"slots", "warps", "direct", "tail", "quick"}
+        assert set(chosen["details"]["config"]) == fields
     said = capsys.readouterr().out
     assert "(chosen)" in said and f"{wrong}, 4 warps" in said and "wrong at" in said
     assert "the choice takes" in said and f"written: {file}" in said.replace("\n", "")
