@@ -70,7 +70,12 @@ KERNELS = {
         "kernels.triton_call",
         "kernels.triton_merge",
     },
-    "kernels.triton_attend": {"kernels.triton_finish", "kernels.triton_step"},
+    "kernels.triton_attend": {
+        "kernels.triton_finish",
+        "kernels.triton_quick",
+        "kernels.triton_step",
+    },
+    "kernels.triton_quick": {"kernels.triton_step"},
     "kernels.triton_finish": {"kernels.triton_step"},
 }
 MODULES = {m.name: m for m in modules()}
