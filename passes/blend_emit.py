@@ -20,7 +20,7 @@ from torch_cascade.passes.blend_question import emit_question
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
-from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
+from torch_cascade.passes.token_frontier import ancestors, contracts
 from torch_cascade.passes.trace import TraceError
 from torch_cascade.runtime.row_choice import Layer, choose_rows, mean_attention
 from torch_cascade.runtime.selection import EXPECTED, Selector, SelectorError, selector_name
@@ -80,7 +80,7 @@ def _check(graph: fx.Graph, plan: BlendPlan, kept: Collection[fx.Node]) -> None:
     for node in graph.nodes:
         if node not in kept or any(source in of_rows for source in node.all_input_nodes):
             of_rows.add(node)
-        elif node in alive and node in plan.frontier.below and node.target in CONTRACTIONS:
+        elif node in alive and node in plan.frontier.below and contracts(node.target):
             raise AssertionError(f"{node.name} still computes all tokens below the check layer")
 
 

@@ -17,9 +17,8 @@ from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.blend_picked import Picked, find_picked, rows_along
 from torch_cascade.passes.blend_pieces import Piece, piece_of
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.token_axis import Demand
-from torch_cascade.passes.token_frontier import CONTRACTIONS, Frontier, reuse_kv
-from torch_cascade.passes.token_rows import Rows
+from torch_cascade.passes.token_frontier import Frontier, contracts, reuse_kv
+from torch_cascade.passes.token_rows import Demand, Rows
 from torch_cascade.passes.token_rules import without_rule
 
 aten = torch.ops.aten
@@ -160,7 +159,7 @@ class _Walk:
                     return _all_tokens(root, "all of them")
                 self.markers[node] = None
                 continue
-            computed = computed or node.target in CONTRACTIONS
+            computed = computed or contracts(node.target)
             waiting += [(source, computed) for source in node.all_input_nodes]
         return None
 

@@ -13,11 +13,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, size_expr, tensor
 from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.token_axis import Demand
 from torch_cascade.passes.token_frontier import Frontier, ancestors
 from torch_cascade.passes.token_maker import Maker
 from torch_cascade.passes.token_registry import bound, broadcast, is_pointwise
-from torch_cascade.passes.token_rows import Axis, Rows
+from torch_cascade.passes.token_rows import Axis, Demand, Rows
 
 aten = torch.ops.aten
 prims = torch.ops.prims

@@ -15,8 +15,9 @@ from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.blend_exits import Exits, Maximum, find_exits
 from torch_cascade.passes.blend_question import Question, plan_question
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
+from torch_cascade.passes.token_axis import RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier
+from torch_cascade.passes.token_rows import Demand
 
 Minimum: Any = Min  # torch's, as above
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
-from support.blend_models import blended, full, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
@@ -238,15 +237,6 @@ def test_a_model_in_shards_is_declined(group):
         torch.testing.assert_close(got, Plain()(x, cached, fresh, None, between))
     _, above = compiled(Plain(), x, cached, fresh, None, lambda x, n: x if n else between(x, n))
     assert above.declined is None
-
-
-def test_grouped_experts():
-    model = model_of("Mixtral", layers=2)
-    model.set_experts_implementation("grouped_mm")
-    prompt = prompt_of(model, [[7, 9, 5]])
-    got = blended(model, prompt, strict=False)
-    assert got.record.declined.reason in (Reason.NO_TOKEN_RULE, Reason.TOKENS_MIXED)
-    torch.testing.assert_close(got.logits, full(model, prompt).logits)
 
 
 @pytest.mark.parametrize("stages", ["3", "1:0.5,7:0.1"])
