@@ -22,6 +22,7 @@ from torch_cascade.passes.token_rows import Demand, Rows
 from torch_cascade.passes.token_rules import without_rule
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Exit:
         last: n, it takes none but the last n tokens.
         rows: the axes of the source.
         one: it is a selection, and has no dim of tokens.
+        flipped: the last token comes first.
     """
 
     node: fx.Node
@@ -41,6 +43,7 @@ class Exit:
     last: Size
     rows: Rows
     one: bool
+    flipped: bool = False
 
     @property
     def demand(self) -> Demand:
@@ -52,7 +55,8 @@ class Exit:
         emit, dim = Emitter(self.node), self.rows.tokens.dim
         if self.one:
             return emit.call(aten.select.int, rows, dim, -self.last)
-        return emit.call(aten.slice.Tensor, rows, dim, -self.last, _END)
+        last = emit.call(aten.slice.Tensor, rows, dim, -self.last, _END)
+        return emit.call(prims.rev.default, last, [dim]) if self.flipped else last
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,7 @@ class _Walk:
         last = self._last(piece)
         if last is None:
             return _all_tokens(node, f"{node.target} takes others")
-        return Exit(node, piece.source, last, rows, piece.one)
+        return Exit(node, piece.source, last, rows, piece.one, piece.flipped)
 
     def _everything(self, piece: Piece) -> bool:
         return not piece.one and piece.start == 0 and self._to_end(piece.end)

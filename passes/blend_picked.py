@@ -30,11 +30,12 @@ class Picked:
         node: the lookup.
         source: what it looks up.
         rows: the axes of the source.
-        index: int, the tokens; negative ones count from the end.
+        index: int, the tokens.
         alike: dims along which the index says the same: one of each is read.
         sizes: of what is left, broadcast: n tokens, or [N, n] with `each`.
         each: each batch row has an index of its own.
         free: nothing but the last token is picked, which is computed anyway.
+        wraps: negative indices count from the end; else they are an error, as `gather` has it.
     """
 
     node: fx.Node
@@ -45,6 +46,7 @@ class Picked:
     each: bool
     alike: tuple[int, ...] = ()
     free: bool = False
+    wraps: bool = True
 
     @property
     def count(self) -> Size:
@@ -57,7 +59,7 @@ class Picked:
         return self.source, self.rows
 
     def wanted(self, emit: Emitter, site: ReuseSite) -> fx.Node:
-        """Its tokens, int64 [N, n] and not negative, written where `emit` stands."""
+        """Its tokens, int64 [N, n], written where `emit` stands; not negative, or an error."""
         index = _before(emit, self.index)
         for dim in self.alike:
             index = emit.call(aten.slice.Tensor, index, dim, 0, 1)
@@ -71,6 +73,8 @@ class Picked:
         rows = site.batch if self.each else ONE
         index = emit.call(aten.view.default, index, [rows, self.count])
         index = emit.call(aten.expand.default, index, [site.batch, self.count])
+        if not self.wraps:
+            return index
         from_end = emit.call(aten.add.Tensor, index, site.tokens)
         negative = emit.call(aten.lt.Scalar, index, 0)
         return emit.call(aten.where.self, negative, from_end, index)
@@ -95,15 +99,18 @@ class Picked:
 
 
 def rows_along(source: fx.Node, dim: int, site: ReuseSite, sizes: Sizes) -> Rows | None:
-    """Batch first, tokens in `dim`; None where that dim does not hold the tokens."""
+    """Tokens in `dim`, the batch in the first other dim of its size; None where there is none.
+
+    Sizes that are equal by accident do no harm: what is asked of a value is proved of its axes.
+    """
     given, each = shape(source), site.each
     if not sizes.equal(given[dim], site.tokens):
         return None
     if each is None:
         return Rows(Axis(dim, site.tokens))
-    if dim == 0 or not sizes.equal(given[0], each):
-        return None
-    return Rows(Axis(dim, site.tokens), Axis(0, each))
+    others = (d for d, size in enumerate(given) if d != dim and sizes.equal(size, each))
+    batch = next(others, None)
+    return None if batch is None else Rows(Axis(dim, site.tokens), Axis(batch, each))
 
 
 def find_picked(
@@ -120,7 +127,8 @@ def find_picked(
     if tensor(found.index).dtype not in (torch.int64, torch.int32):
         return None  # a mask: how many tokens it picks is data
     early = found.index not in frontier.below and check not in ancestors([found.index])
-    free = _is_last(_known(found.index, site, sizes), site, sizes)
+    number = _known(found.index, site, sizes)
+    free = _is_last(number, site, sizes) and (found.wraps or number != -1)
     return replace(found, free=free) if early else None
 
 
@@ -172,7 +180,7 @@ def _gather(node: fx.Node, site: ReuseSite, sizes: Sizes) -> Picked | None:
     if not all(_constant(index, d) for d in alike):
         return None
     left = tuple(ONE if d in alike else size for d, size in enumerate(found))
-    return Picked(node, source, rows, index, left, each, alike)
+    return Picked(node, source, rows, index, left, each, alike, wraps=False)
 
 
 _SAME_ORDER = frozenset(

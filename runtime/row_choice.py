@@ -128,6 +128,8 @@ def choose_rows(
 
 def _scores(selector: Selector, facts: Facts) -> Tensor:
     name = selector_name(selector)
+    given = {"chunks": facts.chunks, "positions": facts.positions}
+    before = {field: x._version for field, x in given.items() if x is not None}
     try:
         scores = selector(facts)
         wrong = _wrong(scores, facts.v_deviation)
@@ -137,6 +139,10 @@ def _scores(selector: Selector, facts: Facts) -> Tensor:
         raise SelectorError(f"selector {name}: {kind}: {said}. {EXPECTED}") from error
     if wrong:
         raise SelectorError(f"selector {name}: expected {wrong}")
+    for field, version in before.items():
+        if getattr(facts, field)._version != version:
+            said = f"expected facts that are only read, got a write into {field}"
+            raise SelectorError(f"selector {name}: {said}")
     return scores
 
 

@@ -111,6 +111,15 @@ EXITS = {
         2,
     ),
     "an index and a slice": (lambda x: (x[:, [2]], x[:, -2:]), 2),
+    "the first of a flip": (lambda x: x.flip(1)[:, 0], 0),
+    "the second of a flip": (lambda x: x.flip(1)[:, 1], 1),
+    "the last of a flip": (lambda x: x.flip(1)[:, -1], T - 2),
+    "the first two of a flip": (lambda x: x.flip(1)[:, :2], 1),
+    "sequence first": (lambda x: x.transpose(0, 1)[-1], 0),
+    "sequence first, a slice": (lambda x: x.permute(1, 2, 0)[-2:], 1),
+    "sequence first, unbound": (lambda x: x.movedim(1, 0).unbind(0)[-1], 0),
+    "sequence first, flipped": (lambda x: x.transpose(0, 1).flip(0)[:1], 0),
+    "sequence first, by an index": (lambda x: x.transpose(0, 1)[[-1, 4]], 2),
 }
 """How tokens are asked for, and how many rows more than the fresh ones that may take."""
 
@@ -185,6 +194,26 @@ def test_tokens_that_the_data_name(batch, at_rows):
         found = got[:, None] if at_rows else got
         assert_close_to_reference(found, usual, exact)
     assert rows == 2 + 4 and records[0] is records[1]
+
+
+class Gathered(Plain):
+    """Picks one token by a lookup that takes no negative index."""
+
+    def forward(self, x, cached, fresh, picked):
+        found = super().forward(x, cached, fresh)
+        return found.gather(1, picked[:, None, None].expand(-1, 1, WIDTH))
+
+
+@pytest.mark.parametrize("place", [-1, T])
+def test_a_lookup_beyond_the_tokens_stays_an_error(place):
+    model, args = Gathered(then=lambda x: x), inputs(batch=3)
+    _, record = compiled(model, *args, torch.tensor([T - 1, 2, 0]), strict=True)
+    assert record.layers == ("computed", "checked", "reused")
+    picked = torch.tensor([0, place, 2])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of bounds"):
+        model(*args, picked)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        compiled(model, *args, picked, strict=True)
 
 
 def test_an_index_that_depends_on_what_is_reused_is_an_error():
