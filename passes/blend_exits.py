@@ -18,8 +18,8 @@ from torch_cascade.passes.blend_picked import Picked, find_picked, rows_along
 from torch_cascade.passes.blend_pieces import Piece, piece_of
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.token_frontier import Frontier, contracts, reuse_kv
+from torch_cascade.passes.token_ranks import has_effect
 from torch_cascade.passes.token_rows import Demand, Rows
-from torch_cascade.passes.token_rules import without_rule
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -110,11 +110,8 @@ def find_exits(
         check: the first check layer's marker; None for none.
         sizes: facts about the sizes.
     """
-    shared = next((n for n in graph.nodes if n in frontier.below and _is_collective(n)), None)
-    if shared is not None:  # it is impure, but no result of the graph
-        return Declined(Reason.NO_TOKEN_RULE, shared.name, without_rule(shared.target))
     walk = _Walk(site, frontier, check, sizes)
-    for root in _roots(graph):
+    for root in _roots(graph, frontier):
         declined = walk.from_root(root)
         if declined is not None:
             return declined
@@ -124,14 +121,11 @@ def find_exits(
     return Exits(tokens, picked, tuple(walk.markers))
 
 
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
-
-
-def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
+def _roots(graph: fx.Graph, frontier: Frontier) -> Iterator[fx.Node]:
     """What the graph returns, and what it writes into its inputs."""
     for node in graph.nodes:
-        if node.op == "output" or (node.op == "call_function" and node.is_impure()):
+        effect = node.op == "call_function" and has_effect(node, frontier.below)
+        if node.op == "output" or effect:
             yield from node.all_input_nodes
 
 

@@ -39,12 +39,11 @@ DECLINED_OPS: dict[str, str] = {
 }
 DECLINED_OPS |= dict.fromkeys(
     (
-        "_c10d_functional.wait_tensor",
-        "_c10d_functional.all_reduce",
         "_c10d_functional.all_gather_into_tensor",
+        "_c10d_functional.all_to_all_single",
         "_c10d_functional.reduce_scatter_tensor",
     ),
-    "ranks that hold some heads each would choose rows of their own, and add up different tokens",
+    "ranks that hold some tokens or features each, and exchange them",
 )
 """Ops known to have no token rule, and why."""
 

@@ -8,9 +8,7 @@ from support.backend import eager_cascade, last_compilation
 from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from torch_cascade import explain, reuse_kv
@@ -242,30 +240,6 @@ def test_the_same_above_the_check_layer_is_no_matter():
 
     _, record = compiled(Plain(), x, cached, fresh, None, above, strict=True)
     assert record.declined is None
-
-
-@pytest.fixture
-def group():
-    """Two ranks of which there is one: collectives give back what they are given."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
-def test_a_model_in_shards_is_declined(group):
-    """Ranks that hold some heads each would choose rows of their own; their sum would mix rows."""
-
-    def between(x, layer):
-        return functional_collectives.all_reduce(x, "sum", group)
-
-    x, cached, fresh = inputs()
-    got, record = compiled(Plain(), x, cached, fresh, None, between)
-    assert record.declined.reason is Reason.NO_TOKEN_RULE
-    assert "would choose rows of their own" in record.declined.detail
-    with torch.no_grad():
-        torch.testing.assert_close(got, Plain()(x, cached, fresh, None, between))
-    _, above = compiled(Plain(), x, cached, fresh, None, lambda x, n: x if n else between(x, n))
-    assert above.declined is None
 
 
 @pytest.mark.parametrize("stages", ["3", "1:0.5,7:0.1"])
