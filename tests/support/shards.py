@@ -84,7 +84,6 @@ def _rank(number: int, folder: str, runs: Sequence[Mapping[str, Any]]) -> None:
     model = Sharded(own, lambda x: functional_collectives.all_reduce(x, "sum", group))
     found = []
     for options in runs:
-        torch.manual_seed(number)  # what a rank draws is its own
         got, record = blend(model, prompt(own), options)
         found.append((got, str(record.declined or "")))
     Path(folder, f"{number}").write_bytes(pickle.dumps(found))
