@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -137,21 +138,30 @@ def _index(node: fx.Node, site: ReuseSite, sizes: Sizes) -> Picked | None:
     given = bound(node)
     source, indices = given["self"], list(given["indices"])
     used = [dim for dim, index in enumerate(indices) if index is not None]
+    if len(used) == 2:
+        return _index_each(node, source, indices[:2], site, sizes) if used == [0, 1] else None
     rows, index = rows_along(source, used[-1], site, sizes), indices[used[-1]]
     if rows is None or len(used) > 2:
         return None
-    if len(used) == 1:
-        return Picked(node, source, rows, index, shape(index), each=False)
-    wide = len(shape(index)) > 1
-    if used != [0, 1] or not _numbers_rows(indices[0], source, wide, sizes):
-        return None
-    found = shape(node)[: 1 + wide]
-    return Picked(node, source, rows, index, found, each=True)
+    return Picked(node, source, rows, index, shape(index), each=False)
 
 
-def _numbers_rows(node: fx.Node, source: fx.Node, wide: bool, sizes: Sizes) -> bool:
+def _index_each(
+    node: fx.Node, source: fx.Node, indices: Sequence[fx.Node], site: ReuseSite, sizes: Sizes
+) -> Picked | None:
+    """`x[arange(N), index]`, or `x[index, arange(N)]` with tokens first."""
+    for batch, tokens in ((0, 1), (1, 0)):
+        rows, index = rows_along(source, tokens, site, sizes), indices[tokens]
+        wide = len(shape(index)) > 1
+        if rows is None or (rows.batch is not None and rows.batch.dim != batch) or wide > tokens:
+            continue
+        if _numbers_rows(indices[batch], shape(source)[batch], wide, sizes):
+            return Picked(node, source, rows, index, shape(node)[: 1 + wide], each=True)
+    return None
+
+
+def _numbers_rows(node: fx.Node, batch: Size, wide: bool, sizes: Sizes) -> bool:
     """Whether an index is 0 to N - 1, as [N], or [N, 1] beside a `wide` index."""
-    batch = shape(source)[0]
     wanted = (batch, ONE) if wide else (batch,)
     found = shape(node)
     if len(found) != len(wanted) or not all(map(sizes.equal, found, wanted)):
@@ -170,7 +180,7 @@ def _gather(node: fx.Node, site: ReuseSite, sizes: Sizes) -> Picked | None:
     source, index = given["self"], given["index"]
     found, dim = shape(index), given["dim"] % len(shape(source))
     rows = rows_along(source, dim, site, sizes)
-    if rows is None:
+    if rows is None or (rows.batch is not None and rows.batch.dim != 0):
         return None
     others = [d for d in range(len(found)) if d != dim]
     if not all(sizes.equal(found[d], shape(source)[d]) for d in others):

@@ -73,10 +73,15 @@ def without_branches(model: nn.Module) -> tuple[str, ...]:
         stretch = _stretch_of(module)
         if stretch is not None and _same(module, stretch):
             module.forward = functools.partial(_forward, module, stretch)
-            # A tensor from the start: compiled code would have to see it change from a number.
-            module.max_seq_len_cached = torch.as_tensor(module.max_seq_len_cached)
+            _remember(module)
             changed.append(name)
     return tuple(changed)
+
+
+def _remember(module: Any) -> None:
+    """The longest length so far as a tensor, int64 []: compiled code keeps its state in place."""
+    device = module.inv_freq.device
+    module.max_seq_len_cached = torch.as_tensor(module.max_seq_len_cached, device=device).clone()
 
 
 def _stretch_of(module: nn.Module) -> Stretch | None:
@@ -104,14 +109,13 @@ def _update(module: Any, stretch: Stretch, length: Tensor) -> None:
     """Longer than any before: stretched; short, after a long one: as at first; else as it was."""
     longest, first = module.max_seq_len_cached, module.original_max_seq_len
     grows = length > longest
-    shrinks = (length < first) & torch.as_tensor(longest > first, device=length.device)
-    own = module.inv_freq.to(length.device)
-    chosen = torch.where(grows, stretch.frequencies(length), own)
-    chosen = torch.where(shrinks, module.original_inv_freq.to(length.device), chosen)
-    module.max_seq_len_cached = torch.where(
-        shrinks, first, torch.where(grows, length, torch.as_tensor(longest, device=length.device))
-    )
-    module.inv_freq.copy_(chosen)  # in place, as CUDA graphs replay from its address
+    shrinks = (length < first) & (longest > first)
+    stretched = torch.where(grows, stretch.frequencies(length), module.inv_freq)
+    frequencies = torch.where(shrinks, module.original_inv_freq, stretched)
+    most = torch.where(shrinks, first, torch.where(grows, length, longest))
+    # In place, as CUDA graphs replay from the addresses.
+    module.inv_freq.copy_(frequencies)
+    longest.copy_(most)
 
 
 def _undecorated(forward: Any) -> Callable[..., Any]:
@@ -123,6 +127,7 @@ def _undecorated(forward: Any) -> Callable[..., Any]:
 def _same(module: nn.Module, stretch: Stretch) -> bool:
     """Whether both forwards give the same and leave the same, for sequences long and short."""
     usual, branchless = detached(module), detached(module)
+    _remember(branchless)
     device = next(module.buffers(recurse=False)).device
     x, limit = torch.zeros(1, 2, 1, device=device), stretch.positions
     for length in (1, limit, limit + 1, 3 * limit, 2 * limit, limit, limit - 1, 5 * limit, 2):
@@ -131,7 +136,8 @@ def _same(module: nn.Module, stretch: Stretch) -> bool:
             wanted = type(module).forward(usual, x, ends)
         got = _forward(branchless, stretch, x, ends)
         pairs = [*zip(wanted, got, strict=True), (usual.inv_freq, branchless.inv_freq)]
-        same = all(torch.equal(a, b) for a, b in pairs)  # type: ignore[arg-type]
-        if not same or usual.max_seq_len_cached != branchless.max_seq_len_cached:
+        longest = branchless.max_seq_len_cached  # a number if some other code has set it
+        same = isinstance(longest, Tensor) and bool(longest == usual.max_seq_len_cached)
+        if not same or not all(torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
             return False
     return True

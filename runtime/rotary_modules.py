@@ -146,9 +146,9 @@ def preserved(rotaries: Sequence[Rotary]) -> Iterator[None]:
     states = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
     contents = [
         (buffer, buffer.clone())
-        for _, _, held in states
-        for buffer in held.values()
-        if buffer is not None
+        for _, attributes, buffers in states
+        for buffer in (*attributes.values(), *buffers.values())
+        if isinstance(buffer, Tensor)
     ]
     try:
         yield

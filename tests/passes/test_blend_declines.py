@@ -118,6 +118,14 @@ EXITS = {
     "sequence first, unbound": (lambda x: x.movedim(1, 0).unbind(0)[-1], 0),
     "sequence first, flipped": (lambda x: x.transpose(0, 1).flip(0)[:1], 0),
     "sequence first, by an index": (lambda x: x.transpose(0, 1)[[-1, 4]], 2),
+    "sequence first, by a wide index": (
+        lambda x: x.transpose(0, 1)[torch.tensor([[3, 5], [-1, 2]])],
+        4,
+    ),
+    "sequence first, of each": (
+        lambda x: x.transpose(0, 1)[torch.tensor([4, -1, 7]), torch.arange(3)],
+        1,
+    ),
 }
 """How tokens are asked for, and how many rows more than the fresh ones that may take."""
 
@@ -212,6 +220,25 @@ def test_a_lookup_beyond_the_tokens_stays_an_error(place):
         model(*args, picked)
     with pytest.raises(RuntimeError, match="out of bounds"):
         compiled(model, *args, picked, strict=True)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_gather_sequence_first(batch):
+    """Of one row it is the lookup that it is batch first; of several it is not looked into."""
+
+    def then(x):
+        return x.transpose(0, 1).gather(0, torch.full((2, batch, WIDTH), T - 3))
+
+    model, args = Plain(then=then), inputs(batch=batch)
+    if batch > 1:
+        with pytest.raises(Exception, match="all of them"):
+            compiled(model, *args)
+        return
+    got, record = compiled(model, *args, recompute_ratio=1, strict=True)
+    with torch.no_grad():
+        usual, exact = model(*args), copy.deepcopy(model).double()(*in_float64(args))
+    assert record.layers == ("computed", "checked", "reused")
+    assert_close_to_reference(got, usual, exact)
 
 
 def test_an_index_that_depends_on_what_is_reused_is_an_error():

@@ -101,3 +101,15 @@ def test_a_blend(name, where):
     assert_close_to_reference(logits, eager.logits, exact.logits)
     fresh, _ = expected(copy.deepcopy(twins[1]), prompt.to(torch.float64), {1: 1})
     assert max_error(fresh.logits, exact.logits) > 100 * max_error(logits, exact.logits)
+
+
+def test_a_second_store_leaves_the_length():
+    """Proving the rotation runs long sequences; the state is in a tensor, written in place."""
+    model = CASES["dynamic"].model()
+    ChunkStore(model)
+    with torch.no_grad():
+        model(torch.tensor([tokens(100)]))
+    before = model.model.rotary_emb.inv_freq.clone()
+    ChunkStore(model)
+    assert model.model.rotary_emb.max_seq_len_cached == 100
+    assert torch.equal(model.model.rotary_emb.inv_freq, before)
