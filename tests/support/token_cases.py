@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torch_cascade.kernels.ops  # noqa: F401  (defines the ops of the namespace cascade)
+import torch_cascade.kernels.ops
+import torch_cascade.passes.token_ranks  # noqa: F401  (both register: ops, rules)
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -311,4 +312,7 @@ POINTWISE = [
 ]
 
 CASES = [*VIEWS, *LOOKUPS, *REDUCTIONS, *PRODUCTS, *CONSTANTS, *ATTENTION, *POINTWISE]
-TESTED = {each.op for each in CASES} | {operator.getitem}
+# These need ranks: tests/passes/test_token_ranks.py has them.
+_functional = torch.ops._c10d_functional
+OVER_RANKS = {_functional.all_reduce.default, _functional.wait_tensor.default}
+TESTED = {each.op for each in CASES} | {operator.getitem} | OVER_RANKS
