@@ -28,6 +28,7 @@ from torch_cascade.passes.cleanup import CleanupPass
 from torch_cascade.passes.lower import LowerPass
 from torch_cascade.passes.uses import Uses
 from torch_cascade.passes.verify import check_graph
+from torch_cascade.runtime.ranks import group_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Pipeline(CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> Any:
-        """Hash of this package's sources, the options, the figures of the cost model, and others.
+        """Hash of our sources, the options, the cost model's figures, groups of ranks, and others.
 
         It is chained with those of the user's passes, of passes of others that the options name,
         and of callables among the options. None (the compilation is not cached) where one of these
@@ -105,7 +106,7 @@ class Pipeline(CustomGraphPass):
         if None in theirs:
             return None
         figures = calibration.key(self.options.calibration)
-        ours = (source_hash(), self.options.fingerprint(), figures)
+        ours = (source_hash(), self.options.fingerprint(), figures, group_sizes())
         return hashlib.sha256(repr((*ours, theirs)).encode()).hexdigest()
 
     def _run(self, each: Pass, graph: fx.Graph) -> None:

@@ -150,7 +150,8 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     Reason.TOKENS_MIXED: Explanation(
         "Below the check layer an op mixes tokens, so some of them cannot be computed alone.",
         "Outside of attention, keep tokens apart: of experts, take "
-        "`set_experts_implementation('batched_mm')`; of logits ask for the last tokens only.",
+        "`set_experts_implementation('grouped_mm')` or `'batched_mm'`; of logits ask for the last "
+        "tokens only.",
     ),
     Reason.ALL_TOKENS: Explanation(
         "Results are asked for tokens that a blend does not compute. This is an error.",

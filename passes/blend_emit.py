@@ -20,8 +20,10 @@ from torch_cascade.passes.blend_question import emit_question
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
-from torch_cascade.passes.token_frontier import CONTRACTIONS, ancestors
+from torch_cascade.passes.token_frontier import ancestors, contracts
+from torch_cascade.passes.token_ranks import has_effect
 from torch_cascade.passes.trace import TraceError
+from torch_cascade.runtime.ranks import Ranks
 from torch_cascade.runtime.row_choice import Layer, choose_rows, mean_attention
 from torch_cascade.runtime.selection import EXPECTED, Selector, SelectorError, selector_name
 
@@ -46,7 +48,7 @@ def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Size
         written = _results(plan.exits, made, wanted)
         _revalue(graph, written)
         _check(graph, plan, kept)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: has_effect(node, plan.frontier.below))
 
 
 def _results(exits: Exits, made: MadeRows, wanted: Sequence[fx.Node]) -> list[fx.Node]:
@@ -75,12 +77,14 @@ def _revalue(graph: fx.Graph, changed: Sequence[fx.Node]) -> None:
 
 def _check(graph: fx.Graph, plan: BlendPlan, kept: Collection[fx.Node]) -> None:
     """Nothing that is alive may compute all tokens from the check layer's attention on."""
-    alive = ancestors(node for node in graph.nodes if node.op == "output" or node.is_impure())
+    below = plan.frontier.below
+    roots = (n for n in graph.nodes if n.op == "output" or has_effect(n, below))
+    alive = ancestors(roots)
     of_rows: set[fx.Node] = set()
     for node in graph.nodes:
         if node not in kept or any(source in of_rows for source in node.all_input_nodes):
             of_rows.add(node)
-        elif node in alive and node in plan.frontier.below and node.target in CONTRACTIONS:
+        elif node in alive and node in plan.frontier.below and contracts(node.target):
             raise AssertionError(f"{node.name} still computes all tokens below the check layer")
 
 
@@ -109,7 +113,7 @@ def _chosen(
     """The rows of a stage, and their places among those of the one before."""
     anchor = stage.marker or plan.site.markers[0]
     tensors: tuple[fx.Node | None, ...] = (None, None, None)
-    choice = _Choice(selector if stage.ratio else None)
+    choice = _Choice(selector if stage.ratio else None, ranks=plan.ranks)
     if isinstance(stage.question, Declined):
         choice = replace(choice, unknown=str(stage.question))
     elif stage.question is not None and stage.ratio:
@@ -139,6 +143,7 @@ class _Choice:
         selector: None where nothing but forced rows is wanted.
         is_causal, scale, flat: of `mean_attention`.
         unknown: why it cannot be computed.
+        ranks: that choose together.
     """
 
     selector: Selector | None
@@ -146,6 +151,7 @@ class _Choice:
     scale: float | None = None
     flat: bool = False
     unknown: str = ""
+    ranks: Ranks | None = None
 
     def __call__(
         self,
@@ -154,7 +160,7 @@ class _Choice:
         count: Any,
         exits: Any,
     ) -> tuple[Tensor, Tensor]:
-        known = Layer(*layer)
+        known = replace(Layer(*layer), ranks=self.ranks)
 
         def attention() -> Tensor:
             q, k, mask = tensors

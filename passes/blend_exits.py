@@ -17,12 +17,12 @@ from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.blend_picked import Picked, find_picked, rows_along
 from torch_cascade.passes.blend_pieces import Piece, piece_of
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.token_axis import Demand
-from torch_cascade.passes.token_frontier import CONTRACTIONS, Frontier, reuse_kv
-from torch_cascade.passes.token_rows import Rows
-from torch_cascade.passes.token_rules import without_rule
+from torch_cascade.passes.token_frontier import Frontier, contracts, reuse_kv
+from torch_cascade.passes.token_ranks import has_effect
+from torch_cascade.passes.token_rows import Demand, Rows
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Exit:
         last: n, it takes none but the last n tokens.
         rows: the axes of the source.
         one: it is a selection, and has no dim of tokens.
+        flipped: the last token comes first.
     """
 
     node: fx.Node
@@ -42,6 +43,7 @@ class Exit:
     last: Size
     rows: Rows
     one: bool
+    flipped: bool = False
 
     @property
     def demand(self) -> Demand:
@@ -53,7 +55,8 @@ class Exit:
         emit, dim = Emitter(self.node), self.rows.tokens.dim
         if self.one:
             return emit.call(aten.select.int, rows, dim, -self.last)
-        return emit.call(aten.slice.Tensor, rows, dim, -self.last, _END)
+        last = emit.call(aten.slice.Tensor, rows, dim, -self.last, _END)
+        return emit.call(prims.rev.default, last, [dim]) if self.flipped else last
 
 
 @dataclass(frozen=True)
@@ -107,11 +110,8 @@ def find_exits(
         check: the first check layer's marker; None for none.
         sizes: facts about the sizes.
     """
-    shared = next((n for n in graph.nodes if n in frontier.below and _is_collective(n)), None)
-    if shared is not None:  # it is impure, but no result of the graph
-        return Declined(Reason.NO_TOKEN_RULE, shared.name, without_rule(shared.target))
     walk = _Walk(site, frontier, check, sizes)
-    for root in _roots(graph):
+    for root in _roots(graph, frontier):
         declined = walk.from_root(root)
         if declined is not None:
             return declined
@@ -121,14 +121,11 @@ def find_exits(
     return Exits(tokens, picked, tuple(walk.markers))
 
 
-def _is_collective(node: fx.Node) -> bool:
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
-
-
-def _roots(graph: fx.Graph) -> Iterator[fx.Node]:
+def _roots(graph: fx.Graph, frontier: Frontier) -> Iterator[fx.Node]:
     """What the graph returns, and what it writes into its inputs."""
     for node in graph.nodes:
-        if node.op == "output" or (node.op == "call_function" and node.is_impure()):
+        effect = node.op == "call_function" and has_effect(node, frontier.below)
+        if node.op == "output" or effect:
             yield from node.all_input_nodes
 
 
@@ -160,7 +157,7 @@ class _Walk:
                     return _all_tokens(root, "all of them")
                 self.markers[node] = None
                 continue
-            computed = computed or node.target in CONTRACTIONS
+            computed = computed or contracts(node.target)
             waiting += [(source, computed) for source in node.all_input_nodes]
         return None
 
@@ -178,7 +175,7 @@ class _Walk:
         last = self._last(piece)
         if last is None:
             return _all_tokens(node, f"{node.target} takes others")
-        return Exit(node, piece.source, last, rows, piece.one)
+        return Exit(node, piece.source, last, rows, piece.one, piece.flipped)
 
     def _everything(self, piece: Piece) -> bool:
         return not piece.one and piece.start == 0 and self._to_end(piece.end)

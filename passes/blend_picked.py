@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import sympy
@@ -13,11 +14,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, size_expr, tensor
 from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.token_axis import Demand
 from torch_cascade.passes.token_frontier import Frontier, ancestors
 from torch_cascade.passes.token_maker import Maker
 from torch_cascade.passes.token_registry import bound, broadcast, is_pointwise
-from torch_cascade.passes.token_rows import Axis, Rows
+from torch_cascade.passes.token_rows import Axis, Demand, Rows
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -31,11 +31,12 @@ class Picked:
         node: the lookup.
         source: what it looks up.
         rows: the axes of the source.
-        index: int, the tokens; negative ones count from the end.
+        index: int, the tokens.
         alike: dims along which the index says the same: one of each is read.
         sizes: of what is left, broadcast: n tokens, or [N, n] with `each`.
         each: each batch row has an index of its own.
         free: nothing but the last token is picked, which is computed anyway.
+        wraps: negative indices count from the end; else they are an error, as `gather` has it.
     """
 
     node: fx.Node
@@ -46,6 +47,7 @@ class Picked:
     each: bool
     alike: tuple[int, ...] = ()
     free: bool = False
+    wraps: bool = True
 
     @property
     def count(self) -> Size:
@@ -58,7 +60,7 @@ class Picked:
         return self.source, self.rows
 
     def wanted(self, emit: Emitter, site: ReuseSite) -> fx.Node:
-        """Its tokens, int64 [N, n] and not negative, written where `emit` stands."""
+        """Its tokens, int64 [N, n], written where `emit` stands; not negative, or an error."""
         index = _before(emit, self.index)
         for dim in self.alike:
             index = emit.call(aten.slice.Tensor, index, dim, 0, 1)
@@ -72,6 +74,8 @@ class Picked:
         rows = site.batch if self.each else ONE
         index = emit.call(aten.view.default, index, [rows, self.count])
         index = emit.call(aten.expand.default, index, [site.batch, self.count])
+        if not self.wraps:
+            return index
         from_end = emit.call(aten.add.Tensor, index, site.tokens)
         negative = emit.call(aten.lt.Scalar, index, 0)
         return emit.call(aten.where.self, negative, from_end, index)
@@ -96,15 +100,18 @@ class Picked:
 
 
 def rows_along(source: fx.Node, dim: int, site: ReuseSite, sizes: Sizes) -> Rows | None:
-    """Batch first, tokens in `dim`; None where that dim does not hold the tokens."""
+    """Tokens in `dim`, the batch in the first other dim of its size; None where there is none.
+
+    Sizes that are equal by accident do no harm: what is asked of a value is proved of its axes.
+    """
     given, each = shape(source), site.each
     if not sizes.equal(given[dim], site.tokens):
         return None
     if each is None:
         return Rows(Axis(dim, site.tokens))
-    if dim == 0 or not sizes.equal(given[0], each):
-        return None
-    return Rows(Axis(dim, site.tokens), Axis(0, each))
+    others = (d for d, size in enumerate(given) if d != dim and sizes.equal(size, each))
+    batch = next(others, None)
+    return None if batch is None else Rows(Axis(dim, site.tokens), Axis(batch, each))
 
 
 def find_picked(
@@ -121,7 +128,8 @@ def find_picked(
     if tensor(found.index).dtype not in (torch.int64, torch.int32):
         return None  # a mask: how many tokens it picks is data
     early = found.index not in frontier.below and check not in ancestors([found.index])
-    free = _is_last(_known(found.index, site, sizes), site, sizes)
+    number = _known(found.index, site, sizes)
+    free = _is_last(number, site, sizes) and (found.wraps or number != -1)
     return replace(found, free=free) if early else None
 
 
@@ -130,21 +138,30 @@ def _index(node: fx.Node, site: ReuseSite, sizes: Sizes) -> Picked | None:
     given = bound(node)
     source, indices = given["self"], list(given["indices"])
     used = [dim for dim, index in enumerate(indices) if index is not None]
+    if len(used) == 2:
+        return _index_each(node, source, indices[:2], site, sizes) if used == [0, 1] else None
     rows, index = rows_along(source, used[-1], site, sizes), indices[used[-1]]
     if rows is None or len(used) > 2:
         return None
-    if len(used) == 1:
-        return Picked(node, source, rows, index, shape(index), each=False)
-    wide = len(shape(index)) > 1
-    if used != [0, 1] or not _numbers_rows(indices[0], source, wide, sizes):
-        return None
-    found = shape(node)[: 1 + wide]
-    return Picked(node, source, rows, index, found, each=True)
+    return Picked(node, source, rows, index, shape(index), each=False)
 
 
-def _numbers_rows(node: fx.Node, source: fx.Node, wide: bool, sizes: Sizes) -> bool:
+def _index_each(
+    node: fx.Node, source: fx.Node, indices: Sequence[fx.Node], site: ReuseSite, sizes: Sizes
+) -> Picked | None:
+    """`x[arange(N), index]`, or `x[index, arange(N)]` with tokens first."""
+    for batch, tokens in ((0, 1), (1, 0)):
+        rows, index = rows_along(source, tokens, site, sizes), indices[tokens]
+        wide = len(shape(index)) > 1
+        if rows is None or (rows.batch is not None and rows.batch.dim != batch) or wide > tokens:
+            continue
+        if _numbers_rows(indices[batch], shape(source)[batch], wide, sizes):
+            return Picked(node, source, rows, index, shape(node)[: 1 + wide], each=True)
+    return None
+
+
+def _numbers_rows(node: fx.Node, batch: Size, wide: bool, sizes: Sizes) -> bool:
     """Whether an index is 0 to N - 1, as [N], or [N, 1] beside a `wide` index."""
-    batch = shape(source)[0]
     wanted = (batch, ONE) if wide else (batch,)
     found = shape(node)
     if len(found) != len(wanted) or not all(map(sizes.equal, found, wanted)):
@@ -163,7 +180,7 @@ def _gather(node: fx.Node, site: ReuseSite, sizes: Sizes) -> Picked | None:
     source, index = given["self"], given["index"]
     found, dim = shape(index), given["dim"] % len(shape(source))
     rows = rows_along(source, dim, site, sizes)
-    if rows is None:
+    if rows is None or (rows.batch is not None and rows.batch.dim != 0):
         return None
     others = [d for d in range(len(found)) if d != dim]
     if not all(sizes.equal(found[d], shape(source)[d]) for d in others):
@@ -173,7 +190,7 @@ def _gather(node: fx.Node, site: ReuseSite, sizes: Sizes) -> Picked | None:
     if not all(_constant(index, d) for d in alike):
         return None
     left = tuple(ONE if d in alike else size for d, size in enumerate(found))
-    return Picked(node, source, rows, index, left, each, alike)
+    return Picked(node, source, rows, index, left, each, alike, wraps=False)
 
 
 _SAME_ORDER = frozenset(

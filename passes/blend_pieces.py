@@ -15,6 +15,7 @@ from torch_cascade.passes.token_frontier import is_result
 from torch_cascade.passes.token_registry import bound
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Piece:
         end: the one behind the last; None for the end.
         step: from one to the next.
         one: a single index is selected, and the dim is gone.
+        flipped: from the last to the first.
     """
 
     source: fx.Node
@@ -36,10 +38,32 @@ class Piece:
     end: Size | None = None
     step: Any = 1
     one: bool = False
+    flipped: bool = False
 
 
 def piece_of(node: fx.Node) -> Piece | None:
     """The piece that a node is; None for what is no piece."""
+    piece = _direct(node)
+    return piece if piece is None else _through_flip(node, piece)
+
+
+def _through_flip(node: fx.Node, piece: Piece) -> Piece:
+    """The first ones of a reversed dim are the last ones of it."""
+    flip = piece.source
+    if flip.target not in (aten.flip.default, prims.rev.default) or piece.step != 1:
+        return piece
+    source: fx.Node = flip.args[0]  # type: ignore[assignment]
+    dims: Sequence[int] = flip.args[1]  # type: ignore[assignment]
+    if [dim % len(shape(source)) for dim in dims] != [piece.dim]:
+        return piece
+    if piece.one:
+        return Piece(source, piece.dim, -1 - piece.start, one=True)
+    if piece.start != 0:
+        return piece
+    return Piece(source, piece.dim, -shape(node)[piece.dim], flipped=True)
+
+
+def _direct(node: fx.Node) -> Piece | None:
     if node.target is aten.slice.Tensor:
         given = bound(node)
         start, end = given.get("start"), given.get("end")

@@ -15,8 +15,11 @@ from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.blend_exits import Exits, Maximum, find_exits
 from torch_cascade.passes.blend_question import Question, plan_question
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
+from torch_cascade.passes.token_axis import RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier
+from torch_cascade.passes.token_ranks import ranks_of
+from torch_cascade.passes.token_rows import Demand
+from torch_cascade.runtime.ranks import Ranks
 
 Minimum: Any = Min  # torch's, as above
 
@@ -52,12 +55,14 @@ class BlendPlan:
         frontier: what is computed in full: all up to the first check layer.
         exits: what leaves the graph.
         stages: in order.
+        ranks: that have to choose the same rows; None for no others.
     """
 
     site: ReuseSite
     frontier: Frontier
     exits: Exits
     stages: tuple[Stage, ...]
+    ranks: Ranks | None = None
 
 
 def plan_blend(
@@ -107,7 +112,10 @@ def plan_blend(
         earlier = {step.demand for step in plan.steps}
         count = row_count(site, ratio, exits.others)
         planned.append(Stage(layer, ratio, marker, count, plan, question))
-    return BlendPlan(site, frontier, exits, tuple(planned))
+    ranks = ranks_of(stage.plan for stage in planned)
+    if isinstance(ranks, Declined):
+        return ranks
+    return BlendPlan(site, frontier, exits, tuple(planned), ranks)
 
 
 def _checks(

@@ -13,9 +13,9 @@ from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.attention import bound_arguments
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
-from torch_cascade.passes.token_axis import Demand, RowPlan, plan_rows
-from torch_cascade.passes.token_frontier import CONTRACTIONS, Frontier
-from torch_cascade.passes.token_rows import Axis, Rows
+from torch_cascade.passes.token_axis import RowPlan, plan_rows
+from torch_cascade.passes.token_frontier import Frontier, contracts
+from torch_cascade.passes.token_rows import Axis, Demand, Rows
 
 aten = torch.ops.aten
 sdpa = torch.ops.cascade.sdpa.default
@@ -98,7 +98,7 @@ def _attention_of(marker: fx.Node) -> fx.Node | None:
     waiting = [marker]
     while waiting:
         node = waiting.pop()
-        if node.target in CONTRACTIONS:
+        if contracts(node.target):
             return node if node.target is sdpa else None
         waiting += reversed(node.users)
     return None

@@ -9,7 +9,7 @@ from torch import fx
 from torch_cascade.compiler.graph import Size, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.same_value import same_value
-from torch_cascade.passes.token_frontier import CONTRACTIONS, reuse_kv
+from torch_cascade.passes.token_frontier import contracts, reuse_kv
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def reads_marker(keys: fx.Node) -> bool:
         node = waiting.pop()
         if node.target is reuse_kv:
             return True
-        if node.target not in CONTRACTIONS:
+        if not contracts(node.target):
             new = [source for source in node.all_input_nodes if source not in seen]
             seen.update(new)
             waiting += new

@@ -11,11 +11,11 @@ import torch
 from torch import fx
 
 from torch_cascade.compiler.graph import Sizes, shape, tensor
-from torch_cascade.passes.token_axis import Demand, RowPlan, Step
+from torch_cascade.passes.token_axis import RowPlan, Step
 from torch_cascade.passes.token_frontier import seen_through
 from torch_cascade.passes.token_maker import Maker
 from torch_cascade.passes.token_registry import bound, rule_of
-from torch_cascade.passes.token_rows import Rows
+from torch_cascade.passes.token_rows import Demand, Rows
 
 Fuse: TypeAlias = Callable[[Maker, fx.Node, fx.Node, fx.Node], tuple[fx.Node, fx.Node]]
 """(maker, marker, rows of k, rows of v) -> the keys and values that later layers read whole."""
@@ -151,6 +151,8 @@ def _written(maker: Maker, step: Step, made: dict[Demand, fx.Node]) -> fx.Node:
         else:
             given[operand.name] = list(given[operand.name])
             given[operand.name][operand.index] = taken
+    if step.make is not None:
+        return step.make(maker, node, rows, given)
     rule = rule_of(node.target)
     assert rule is not None, "planned by a rule"
     return rule.make(maker, node, rows, given)

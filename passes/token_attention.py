@@ -104,7 +104,7 @@ def _attend(maker: Maker, node: fx.Node, rows: Rows, given: Arguments, seen: _Se
     return maker.call(prims.convert_element_type.default, out, dtype)
 
 
-@token_rule(cascade.sdpa.default, make=_attention)
+@token_rule(cascade.sdpa.default, make=_attention, counts=True)
 def _sdpa(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     """Queries are rows; keys and values stay whole."""
     given, rank = bound(node), rank_of(node)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -25,33 +24,31 @@ from torch_cascade.compiler.graph import Size, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import ONE, quotient
 from torch_cascade.passes.token_frontier import (
-    CONTRACTIONS,
     Frontier,
+    contracts,
     is_result,
     reuse_kv,
     seen_through,
 )
-from torch_cascade.passes.token_registry import has_size, mixed, operands, place_of, rule_of
-from torch_cascade.passes.token_rows import Axis, Place, Rows, Spread, Tangled
+from torch_cascade.passes.token_registry import (
+    Make,
+    has_size,
+    mixed,
+    operands,
+    place_of,
+    rule_of,
+)
+from torch_cascade.passes.token_routes import route_of
+from torch_cascade.passes.token_rows import (
+    Axis,
+    Demand,
+    Operand,
+    Place,
+    Rows,
+    Spread,
+    Tangled,
+)
 from torch_cascade.passes.token_rules import without_rule
-
-Demand: TypeAlias = tuple[fx.Node, Rows]
-
-
-@dataclass(frozen=True)
-class Operand:
-    """An operand of which rows are needed.
-
-    Attributes:
-        name, index: which argument, and which of its list.
-        demand: the rows.
-        lift: the dim, from the right, that the batch axis is to get; None where it has its place.
-    """
-
-    name: str
-    index: int | None
-    demand: Demand
-    lift: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,14 @@ class Step:
         operands: of which rows are needed; the other arguments are taken as they are.
         gathered: the value is gathered from the full one; there are no operands then.
         narrowed: it is gathered from the rows of an earlier plan.
+        make: writes the op; None for the op's rule.
     """
 
     demand: Demand
     operands: tuple[Operand, ...] = ()
     gathered: bool = False
     narrowed: bool = False
+    make: Make | None = None
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class _Planner:
         self._seen.add(node)
         if node.target is reuse_kv:
             return self._barrier(node)
-        if node.target in CONTRACTIONS:
+        if contracts(node.target):
             return mixed(wanted, f"it would need all tokens of {node.name}, below the check layer")
         self._whole += [(source, wanted) for source in node.all_input_nodes]
         return None
@@ -199,6 +198,8 @@ class _Planner:
         wrong = self._misplaced(node, rows)
         if wrong is not None:
             return wrong
+        if rows.sort is not None:  # what is there is in the order of another sort
+            return self._made(node, rows)
         step = self._gathered(node, rows) or self._made(node, rows)
         if isinstance(step, Declined) and node not in self.frontier.below:
             return Step((node, rows), gathered=True)
@@ -217,6 +218,11 @@ class _Planner:
         return Step((node, rows), gathered=True) if full and not made_of_nothing else None
 
     def _made(self, node: fx.Node, rows: Rows) -> Step | Declined:
+        route = route_of(node, rows, self.sizes)
+        if isinstance(route, Declined):
+            return route
+        if route is not None:
+            return Step((node, rows), route.operands, make=route.make)
         rule = rule_of(node.target) if node.op == "call_function" else None
         if rule is None:
             return Declined(Reason.NO_TOKEN_RULE, node.name, without_rule(node.target))

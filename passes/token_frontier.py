@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,6 +27,17 @@ CONTRACTIONS = frozenset(
     }
 )
 """Where keys and values meet queries, or weights: the work that rows save."""
+_GROUPED = ("aten::_grouped_mm", "transformers::grouped_mm_fallback")  # by name: it may not exist
+
+
+def is_grouped(target: Any) -> bool:
+    """True iff an op multiplies groups of rows, each by the weights of its expert."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name in _GROUPED
+
+
+def contracts(target: Any) -> bool:
+    """True iff an op is work that rows save."""
+    return target in CONTRACTIONS or is_grouped(target)
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Frontier:
             if any(n in below for n in takes) or (node.target is reuse_kv and node not in full):
                 below.add(node)
             elif any(n in fresh for n in takes):
-                (below if node.target in CONTRACTIONS else fresh).add(node)
+                (below if contracts(node.target) else fresh).add(node)
         return cls(frozenset(full), frozenset(below))
 
 

@@ -39,23 +39,25 @@ class TokenRule:
         places: the rule.
         make: writes the op for the rows of its operands.
         resizes: the op is told its output's size, so it needs no operand to have the tokens.
+        counts: what it makes of a row depends on where the row stands.
     """
 
     places: Rule
     make: Make = field(default=same_call)
     resizes: bool = False
+    counts: bool = False
 
 
 RULES: dict[Any, TokenRule] = {}
 
 
 def token_rule(
-    *targets: Any, make: Make = same_call, resizes: bool = False
+    *targets: Any, make: Make = same_call, resizes: bool = False, counts: bool = False
 ) -> Callable[[Rule], Rule]:
     """Register one rule for some op overloads."""
 
     def register(places: Rule) -> Rule:
-        RULES.update(dict.fromkeys(targets, TokenRule(places, make, resizes)))
+        RULES.update(dict.fromkeys(targets, TokenRule(places, make, resizes, counts)))
         return places
 
     return register

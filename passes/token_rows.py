@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import sympy
+from torch import fx
 
 from torch_cascade.compiler.graph import Size
 from torch_cascade.passes.axes import ONE
@@ -71,10 +72,32 @@ class Rows:
         tokens: the token axis.
         batch: the batch axis, where each batch row has an index of its own; None where all of the
             value shares one.
+        sort: the `aten.sort` in whose order the rows of the dim stand (`token_routes.py`): row i is
+            row `indices[i]` of what the axes describe; None where they stand as described.
     """
 
     tokens: Axis
     batch: Axis | None = None
+    sort: fx.Node | None = None
+
+
+Demand: TypeAlias = tuple[fx.Node, Rows]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand of which rows are needed.
+
+    Attributes:
+        name, index: which argument, and which of its list.
+        demand: the rows.
+        lift: the dim, from the right, that the batch axis is to get; None where it has its place.
+    """
+
+    name: str
+    index: int | None
+    demand: Demand
+    lift: int | None = None
 
 
 @dataclass(frozen=True)

@@ -31,22 +31,19 @@ DECLINED_OPS: dict[str, str] = {
     "aten.bincount": "counts over all tokens",
     "aten.index_put": "writes rows that the data name",
     "aten.index_add": "adds to rows that the data name",
-    "aten.scatter": "writes rows that the data name",
-    "aten.scatter_add": "adds to rows that the data name",
     "aten.scatter_reduce": "reduces into rows that the data name",
     "aten.nonzero": "its size is data",
     "aten.masked_select": "its size is data",
-    "aten._grouped_mm": "groups of rows by expert, of sizes that the data give",
-    "transformers.grouped_mm_fallback": "groups of rows by expert, of sizes that the data give",
+    "aten._grouped_mm": "its rows are not provably sorted by expert and put back",
+    "transformers.grouped_mm_fallback": "its rows are not provably sorted by expert and put back",
 }
 DECLINED_OPS |= dict.fromkeys(
     (
-        "_c10d_functional.wait_tensor",
-        "_c10d_functional.all_reduce",
         "_c10d_functional.all_gather_into_tensor",
+        "_c10d_functional.all_to_all_single",
         "_c10d_functional.reduce_scatter_tensor",
     ),
-    "ranks that hold some heads each would choose rows of their own, and add up different tokens",
+    "ranks that hold some tokens or features each, and exchange them",
 )
 """Ops known to have no token rule, and why."""
 
@@ -173,13 +170,14 @@ def _numbered(maker: Maker, node: fx.Node, rows: Rows, given: Arguments) -> fx.N
     return result
 
 
-@token_rule(prims.iota.default, make=_numbered, resizes=True)
+@token_rule(prims.iota.default, make=_numbered, resizes=True, counts=True)
 @token_rule(
     aten.arange.default,
     aten.arange.start,
     aten.arange.start_step,
     make=_numbered,
     resizes=True,
+    counts=True,
 )
 def _iota(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     if (axis.outer, axis.inner) != (ONE, ONE):
@@ -194,7 +192,7 @@ def _numbers(node: fx.Node) -> list[Any]:
     return [given[name] for name in ("start", "step") if name in given]
 
 
-@token_rule(cascade.attend.default)
+@token_rule(cascade.attend.default, counts=True)
 def _attend(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     """Of o [N, H, M, D] and lse [N, H, M]: tokens are queries, and the batch is dim 0."""
     given = bound(node)

@@ -21,6 +21,7 @@ from torch_cascade.passes.token_registry import (
     broadcast,
     has_size,
     mixed,
+    operands,
     rank_of,
     token_rule,
 )
@@ -169,10 +170,11 @@ def _slice(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
 
 
 @token_rule(aten.split.Tensor, aten.split_with_sizes.default, aten.cumsum.default)
-@token_rule(aten._softmax.default, aten._log_softmax.default, aten.sort.default, aten.topk.default)
+@token_rule(aten._softmax.default, aten._log_softmax.default)
+@token_rule(aten.sort.default, aten.sort.stable, aten.topk.default)
 def _along(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     """Each row along `dim` is treated alone."""
-    last = node.target in (aten.sort.default, aten.topk.default)
+    last = node.target in (aten.sort.default, aten.sort.stable, aten.topk.default)
     if axis.dim == _dim(node, default=-1 if last else 0):
         return mixed(node, f"it works along the tokens, dim {axis.dim}")
     return {"self": axis}
@@ -247,6 +249,17 @@ def _gather(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
     if not has_size(_source(node), axis, sizes):
         return mixed(node, "the index names fewer tokens than there are")
     return {"self": axis, "index": axis}
+
+
+@token_rule(aten.scatter.src, aten.scatter.value, aten.scatter_add.default)
+def _scatter(node: fx.Node, axis: Axis, sizes: Sizes) -> Places | Declined:
+    """Of the features of each row, such as the experts that a token may take."""
+    if axis.dim == _dim(node):
+        return mixed(node, "it writes tokens that the data name")
+    written = [given for name, _, given in operands(node) if name in ("index", "src")]
+    if not all(has_size(given, axis, sizes) for given in written):
+        return mixed(node, "the index names fewer tokens than there are")
+    return {"self": axis, "index": axis, "src": axis}
 
 
 @token_rule(aten.index.Tensor)

@@ -16,6 +16,7 @@ from torch import nn
 
 from torch_cascade.runtime.blend_cache import BlendCache
 from torch_cascade.runtime.blended import Blended
+from torch_cascade.runtime.branchless_rotary import without_branches
 from torch_cascade.runtime.chunk_bring import bring
 from torch_cascade.runtime.chunk_files import ChunkFolder
 from torch_cascade.runtime.chunk_parts import (
@@ -90,7 +91,7 @@ class ChunkStore:
         disk_bytes: int | None = None,
         folder: str | Path | None = None,
     ) -> None:
-        """Prove how the model rotates its keys, and open the folder.
+        """Prove how the model rotates its keys (with dynamic NTK, in one graph), open the folder.
 
         Args:
             model: a transformers decoder in evaluation mode, compiled or not. Its weights stay as
@@ -121,6 +122,7 @@ class ChunkStore:
             raise ValueError("every budget is 0 and there is no folder: nothing can be kept")
         self._shelf = ChunkShelf(tiers, files)
         self.rotation = verify_rotation(self._model)
+        without_branches(self._model)  # the same rotation, so that a prefill is one graph
         # Of these only lookup tables are used, which no length changes.
         self._tables = self.rotation.tables(1)
         self._fingerprint = fingerprint(self._model)

@@ -75,7 +75,7 @@ class FrequencyModule:
         seen before: ask right before or right after the forward that is meant. The module itself
         stays as it is.
         """
-        clone = _detached(self.module)
+        clone = detached(self.module)
         buffer = next(iter(clone.buffers(recurse=False)))
         ends = torch.tensor([[0, length - 1]], device=buffer.device)
         x = torch.zeros(1, 2, 1, dtype=torch.float32, device=buffer.device)
@@ -146,9 +146,9 @@ def preserved(rotaries: Sequence[Rotary]) -> Iterator[None]:
     states = [(module, dict(module.__dict__), dict(module._buffers)) for module in modules]
     contents = [
         (buffer, buffer.clone())
-        for _, _, held in states
-        for buffer in held.values()
-        if buffer is not None
+        for _, attributes, buffers in states
+        for buffer in (*attributes.values(), *buffers.values())
+        if isinstance(buffer, Tensor)
     ]
     try:
         yield
@@ -180,7 +180,7 @@ def _of_module(path: str, module: nn.Module) -> list[Rotary]:
     return [*current, *original]
 
 
-def _detached(module: nn.Module) -> nn.Module:
+def detached(module: nn.Module) -> nn.Module:
     """A copy with buffers of its own: what its forward changes, it changes for itself only."""
     clone = copy.copy(module)
     buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}

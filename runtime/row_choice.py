@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from torch_cascade.runtime.ranks import Ranks
 from torch_cascade.runtime.selection import (
     EXPECTED,
     Facts,
@@ -33,6 +34,7 @@ class Layer:
         fresh_rows, chunks: as in `reuse_kv`.
         kept: int64 [N, K], ascending: which tokens the rows are; None for all.
         wanted: int64 [N, n], tokens that results are asked of, beside the last ones.
+        ranks: hold other heads of the same tokens; None for no others.
     """
 
     k: Tensor
@@ -43,17 +45,23 @@ class Layer:
     chunks: Tensor | None = None
     kept: Tensor | None = None
     wanted: Tensor | None = None
+    ranks: Ranks | None = None
 
     def facts(self, attention: Callable[[], Tensor]) -> Facts:
         """What selectors are told; `attention` is over all L keys."""
         offsets = None if self.chunks is None else chunk_offsets(self.chunks)
+        k_deviation = _deviation(self.k, self._rows(self.k_cached))
+        v_deviation = _deviation(self.v, self._rows(self.v_cached))
+        if self.ranks is not None:  # one exchange for both
+            both = self.ranks.summed(torch.stack([k_deviation, v_deviation]))
+            k_deviation, v_deviation = both[0], both[1]
         return Facts(
-            k_deviation=_deviation(self.k, self._rows(self.k_cached)),
-            v_deviation=_deviation(self.v, self._rows(self.v_cached)),
+            k_deviation=k_deviation,
+            v_deviation=v_deviation,
             positions=self.kept_positions(),
             chunks=None if self.chunks is None else self._kept(self.chunks),
             offsets=None if offsets is None else self._kept(offsets),
-            attention=lambda: self._kept(attention()),
+            attention=lambda: self._kept(self._averaged(attention())),
         )
 
     def positions(self) -> Tensor:
@@ -82,6 +90,9 @@ class Layer:
         forced = forced | (positions >= positions.shape[1] - exits)
         scores = scores.masked_fill(self._kept(forced), torch.inf)
         return scores.sort(dim=1, descending=True, stable=True).indices
+
+    def _averaged(self, x: Tensor) -> Tensor:
+        return x if self.ranks is None else self.ranks.averaged(x)
 
     def _rows(self, x: Tensor) -> Tensor:
         if self.kept is None:
@@ -120,6 +131,8 @@ def choose_rows(
         scores = layer.kept_positions().to(torch.float32) * 0.0
     else:
         scores = _scores(selector, layer.facts(attention))
+        if layer.ranks is not None:  # a selector may be random
+            scores = layer.ranks.gathered(scores)[0]
     ranked = layer.ranked(scores, exits)
     first = torch.arange(cast("int", count), device=ranked.device).expand(ranked.shape[0], count)
     places = ranked.gather(1, first).sort(dim=1).values
@@ -128,6 +141,8 @@ def choose_rows(
 
 def _scores(selector: Selector, facts: Facts) -> Tensor:
     name = selector_name(selector)
+    given = {"chunks": facts.chunks, "positions": facts.positions}
+    before = {field: x._version for field, x in given.items() if x is not None}
     try:
         scores = selector(facts)
         wrong = _wrong(scores, facts.v_deviation)
@@ -137,6 +152,10 @@ def _scores(selector: Selector, facts: Facts) -> Tensor:
         raise SelectorError(f"selector {name}: {kind}: {said}. {EXPECTED}") from error
     if wrong:
         raise SelectorError(f"selector {name}: expected {wrong}")
+    for field, version in before.items():
+        if getattr(facts, field)._version != version:
+            said = f"expected facts that are only read, got a write into {field}"
+            raise SelectorError(f"selector {name}: {said}")
     return scores
 
 

@@ -5,13 +5,10 @@ import copy
 import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
-from support.blend_models import blended, full, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, T, compiled, inputs
 from support.capture import joint_graph
 from support.tolerance import assert_close_to_reference
-from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn.functional import scaled_dot_product_attention as sdpa
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from torch_cascade import explain, reuse_kv
@@ -112,6 +109,23 @@ EXITS = {
         2,
     ),
     "an index and a slice": (lambda x: (x[:, [2]], x[:, -2:]), 2),
+    "the first of a flip": (lambda x: x.flip(1)[:, 0], 0),
+    "the second of a flip": (lambda x: x.flip(1)[:, 1], 1),
+    "the last of a flip": (lambda x: x.flip(1)[:, -1], T - 2),
+    "the first two of a flip": (lambda x: x.flip(1)[:, :2], 1),
+    "sequence first": (lambda x: x.transpose(0, 1)[-1], 0),
+    "sequence first, a slice": (lambda x: x.permute(1, 2, 0)[-2:], 1),
+    "sequence first, unbound": (lambda x: x.movedim(1, 0).unbind(0)[-1], 0),
+    "sequence first, flipped": (lambda x: x.transpose(0, 1).flip(0)[:1], 0),
+    "sequence first, by an index": (lambda x: x.transpose(0, 1)[[-1, 4]], 2),
+    "sequence first, by a wide index": (
+        lambda x: x.transpose(0, 1)[torch.tensor([[3, 5], [-1, 2]])],
+        4,
+    ),
+    "sequence first, of each": (
+        lambda x: x.transpose(0, 1)[torch.tensor([4, -1, 7]), torch.arange(3)],
+        1,
+    ),
 }
 """How tokens are asked for, and how many rows more than the fresh ones that may take."""
 
@@ -188,6 +202,45 @@ def test_tokens_that_the_data_name(batch, at_rows):
     assert rows == 2 + 4 and records[0] is records[1]
 
 
+class Gathered(Plain):
+    """Picks one token by a lookup that takes no negative index."""
+
+    def forward(self, x, cached, fresh, picked):
+        found = super().forward(x, cached, fresh)
+        return found.gather(1, picked[:, None, None].expand(-1, 1, WIDTH))
+
+
+@pytest.mark.parametrize("place", [-1, T])
+def test_a_lookup_beyond_the_tokens_stays_an_error(place):
+    model, args = Gathered(then=lambda x: x), inputs(batch=3)
+    _, record = compiled(model, *args, torch.tensor([T - 1, 2, 0]), strict=True)
+    assert record.layers == ("computed", "checked", "reused")
+    picked = torch.tensor([0, place, 2])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="out of bounds"):
+        model(*args, picked)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        compiled(model, *args, picked, strict=True)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_gather_sequence_first(batch):
+    """Of one row it is the lookup that it is batch first; of several it is not looked into."""
+
+    def then(x):
+        return x.transpose(0, 1).gather(0, torch.full((2, batch, WIDTH), T - 3))
+
+    model, args = Plain(then=then), inputs(batch=batch)
+    if batch > 1:
+        with pytest.raises(Exception, match="all of them"):
+            compiled(model, *args)
+        return
+    got, record = compiled(model, *args, recompute_ratio=1, strict=True)
+    with torch.no_grad():
+        usual, exact = model(*args), copy.deepcopy(model).double()(*in_float64(args))
+    assert record.layers == ("computed", "checked", "reused")
+    assert_close_to_reference(got, usual, exact)
+
+
 def test_an_index_that_depends_on_what_is_reused_is_an_error():
     def then(x):
         return x[:, x.argmax(1)[0, :1]]
@@ -214,39 +267,6 @@ def test_the_same_above_the_check_layer_is_no_matter():
 
     _, record = compiled(Plain(), x, cached, fresh, None, above, strict=True)
     assert record.declined is None
-
-
-@pytest.fixture
-def group():
-    """Two ranks of which there is one: collectives give back what they are given."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield torch.distributed.group.WORLD
-    torch.distributed.destroy_process_group()
-
-
-def test_a_model_in_shards_is_declined(group):
-    """Ranks that hold some heads each would choose rows of their own; their sum would mix rows."""
-
-    def between(x, layer):
-        return functional_collectives.all_reduce(x, "sum", group)
-
-    x, cached, fresh = inputs()
-    got, record = compiled(Plain(), x, cached, fresh, None, between)
-    assert record.declined.reason is Reason.NO_TOKEN_RULE
-    assert "would choose rows of their own" in record.declined.detail
-    with torch.no_grad():
-        torch.testing.assert_close(got, Plain()(x, cached, fresh, None, between))
-    _, above = compiled(Plain(), x, cached, fresh, None, lambda x, n: x if n else between(x, n))
-    assert above.declined is None
-
-
-def test_grouped_experts():
-    model = model_of("Mixtral", layers=2)
-    model.set_experts_implementation("grouped_mm")
-    prompt = prompt_of(model, [[7, 9, 5]])
-    got = blended(model, prompt, strict=False)
-    assert got.record.declined.reason in (Reason.NO_TOKEN_RULE, Reason.TOKENS_MIXED)
-    torch.testing.assert_close(got.logits, full(model, prompt).logits)
 
 
 @pytest.mark.parametrize("stages", ["3", "1:0.5,7:0.1"])

@@ -36,3 +36,17 @@ def test_family(family):
     error = max_error(got.logits, exact.logits)
     for other in (whole, reuse):
         assert max_error(other.logits, exact.logits) > 100 * error
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe"])
+def test_experts_that_are_sorted(family, dtype):
+    """The default of transformers on many machines, by torch's grouped product or its own."""
+    model, stages = model_of(family, dtype), {0: "0.6", 1: "0.15"}
+    prompt = prompt_of(model, ROWS)
+    eager, _ = expected(model, prompt, stages)
+    exact, _ = expected(model_of(family, torch.float64), prompt.to(torch.float64), stages)
+    model.set_experts_implementation("grouped_mm")
+    got = blended(model, prompt, check_layers="0:0.6,1:0.15")
+    assert got.record.layers == ("checked", "checked", "reused")
+    assert_close_to_reference(got.logits, eager.logits, exact.logits)

@@ -262,6 +262,19 @@ class TestOfUsers:
         with pytest.raises(Exception, match=f"SelectorError: selector <lambda>: {message}"):
             compiled(Plain(), *inputs(), selector=selector)
 
+    @pytest.mark.parametrize("field", ["chunks", "positions"])
+    @pytest.mark.parametrize("stages", ["1", "0:0.7,1:0.3"])
+    def test_what_it_is_told_is_not_to_be_written(self, field, stages):
+        def selector(facts):
+            getattr(facts, field)[:, :1].clamp_(max=0)
+            return facts.v_deviation
+
+        x, cached, fresh = inputs()
+        chunks = torch.zeros(1, x.shape[1], dtype=torch.int64)
+        message = f"SelectorError: selector selector: .* got a write into {field}"
+        with pytest.raises(Exception, match=message):
+            compiled(Plain(), x, cached, fresh, chunks, selector=selector, check_layers=stages)
+
     def test_numbers_may_be_written_into_its_scores(self):
         def selector(facts):
             scores = facts.v_deviation.clone()

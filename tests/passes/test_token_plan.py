@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.capture import joint_graph
-from support.reuse_models import TOKENS, computed, marked, prefill
+from support.reuse_models import TOKENS, computed, marked
 from support.row_checks import EACH, assert_rows, cached_but, copied, index_input, taken
 from torch import fx
 
@@ -61,7 +61,7 @@ DECLINED = {
     "lookup": (lambda o: o[:, :, torch.arange(T) // 2], Reason.TOKENS_MIXED, ""),
     "scatter": (
         lambda o: o.scatter(2, torch.zeros(N, H, T, D, dtype=torch.int64), 1.0),
-        Reason.NO_TOKEN_RULE,
+        Reason.TOKENS_MIXED,
         "aten.scatter",
     ),
     "batch": (lambda o: o.flip(0), Reason.TOKENS_MIXED, ""),
@@ -121,26 +121,6 @@ def test_an_index_of_another_form_is_an_error(index, message):
     node.meta["val"] = node.meta["val"].to(index.dtype)
     with pytest.raises(ValueError, match=message):
         apply_rows(plan, node)
-
-
-def test_grouped_experts_are_declined_by_name():
-    """The default experts sort all tokens by expert."""
-    fn, args = prefill("Mixtral", dtype=torch.float32, experts="grouped_mm")
-    graph = joint_graph(fn, *args, prepare=capture).graph
-    found = marked("Mixtral")
-    hidden = found.hidden(graph)
-    marker = graph.find_nodes(op="call_function", target=reuse_kv)[0]
-    batch, tokens = shape(hidden)[:2]
-    declined = plan_rows(
-        graph,
-        Frontier.of(graph, marker),
-        tokens=tokens,
-        batch=batch,
-        rows=[(hidden, Rows(Axis(1, tokens), Axis(0, batch)))],
-        sizes=Sizes.of(graph),
-    )
-    assert isinstance(declined, Declined) and declined.node
-    assert declined.reason in (Reason.NO_TOKEN_RULE, Reason.TOKENS_MIXED)
 
 
 @pytest.mark.parametrize("each", [True, False])

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torch_cascade.kernels.ops  # noqa: F401  (defines the ops of the namespace cascade)
+import torch_cascade.kernels.ops
+import torch_cascade.passes.token_ranks  # noqa: F401  (both register: ops, rules)
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -129,6 +130,11 @@ LOOKUPS = [
     case(aten.index_select.default, x, 1, integers(4, 7), apart=between({1}, {0, 2})),
     case(aten.gather.default, x, 2, integers(6, 3, 4, 5), apart={(0, 2), (1, 2)}),
     case(aten.gather.default, x, 2, integers(6, 2, 4, 5), dims={1, 2}, apart={(1, 2)}),
+    case(aten.scatter.value, x, 2, integers(6, 3, 4, 5), 2.5, dims={0, 1}),
+    case(aten.scatter.value, x, 2, integers(6, 2, 4, 5), 2.5, dims={1}),
+    case(aten.scatter.src, x, 2, integers(6, 3, 4, 1), numbers(3, 4, 2), dims={0, 1}),
+    case(aten.scatter.src, x, 2, integers(6, 3, 4, 1), numbers(5, 4, 2), dims={1}),
+    case(aten.scatter_add.default, x, 1, integers(4, 3, 5, 6), numbers(3, 5, 6), dims={0, 2}),
     case(aten.index.Tensor, numbers(9, 4, 6), [integers(9, 5, 7)], apart=between({0, 1}, {2, 3})),
     case(aten.index.Tensor, x, [None, integers(4, 7)], apart=between({1}, {0, 2})),
     case(
@@ -168,6 +174,7 @@ REDUCTIONS = [
     case(aten._log_softmax.default, x, 1, False, dims={0, 2}),
     case(aten.sort.default, x, dims={0, 1}),
     case(aten.sort.default, x, 0, dims={1, 2}),
+    case(aten.sort.stable, x, stable=True, dim=1, dims={0, 2}),
     case(aten.topk.default, x, 2, dims={0, 1}),
     case(aten.topk.default, x, 2, 1, dims={0, 2}),
 ]
@@ -305,4 +312,7 @@ POINTWISE = [
 ]
 
 CASES = [*VIEWS, *LOOKUPS, *REDUCTIONS, *PRODUCTS, *CONSTANTS, *ATTENTION, *POINTWISE]
-TESTED = {each.op for each in CASES} | {operator.getitem}
+# These need ranks: tests/passes/test_token_ranks.py has them.
+_functional = torch.ops._c10d_functional
+OVER_RANKS = {_functional.all_reduce.default, _functional.wait_tensor.default}
+TESTED = {each.op for each in CASES} | {operator.getitem} | OVER_RANKS
