@@ -138,7 +138,8 @@ class Options:
         metadata=_about(
             values.selector,
             "how they are chosen: by the deviation of `v`, `k` or `kv`, chunk `heads`, at "
-            "`random`, by the question's `attention`; in code also a callable",
+            "`random`, by the question's `attention`, or by what of it would `change`; in code "
+            "also a callable",
             in_code=True,
         ),
     )
