@@ -170,8 +170,12 @@ class _Choice:
         def reading() -> Reading:
             if not tensors:
                 raise SelectorError(f"how the prompt is read is not known here: {self.unknown}")
+            q, k, v, mask = tensors
             return Reading(
-                *tensors,
+                q,
+                k,
+                v,
+                mask,
                 known.fresh_rows,
                 is_causal=self.is_causal,
                 scale=self.scale,

@@ -73,7 +73,7 @@ class Reading:
         if self.differs:
             raise ValueError(f"change() is not known here: {self.differs}")
         kind = self._kind()
-        weights = self._weights().unflatten(1, (self.k.shape[1], -1))
+        weights = self._grouped(self._weights())
         k, v = self.k.to(kind)[:, :, None], self.v.to(kind)[:, :, None]
         old_k, old_v = self._by_head(k_cached), self._by_head(v_cached)
         gain = (self._queries() @ (old_k - k).transpose(-1, -2)).clamp(LOWEST, HIGHEST).exp()
@@ -91,8 +91,13 @@ class Reading:
 
     def _queries(self) -> Tensor:
         """Scaled, [N, Hkv, Hq // Hkv, F, D]."""
-        factor = self.q.shape[-1] ** -0.5 if self.scale is None else self.scale
-        return self.q.to(self._kind()).unflatten(1, (self.k.shape[1], -1)) * factor
+        factor = float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale
+        return self._grouped(self.q.to(self._kind())) * factor
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[N, Hkv, Hq // Hkv, ...] of [N, Hq, ...]."""
+        heads = self.k.shape[1]
+        return x.reshape(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
 
     def _by_head(self, cached: Tensor) -> Tensor:
         """[N, Hkv, 1, L, D] of what is cached for fewer heads."""
