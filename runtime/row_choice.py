@@ -96,6 +96,11 @@ class Layer:
     def _averaged(self, x: Tensor) -> Tensor:
         return x if self.ranks is None else self.ranks.averaged(x)
 
+    def _changed(self, reading: Reading) -> Tensor:
+        """A sum over heads, so over those of all ranks."""
+        found = reading.change(self.k_cached, self.v_cached)
+        return found if self.ranks is None else self.ranks.summed(found)
+
     def _rows(self, x: Tensor) -> Tensor:
         if self.kept is None:
             return x
