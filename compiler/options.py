@@ -137,8 +137,8 @@ class Options:
         default="v",
         metadata=_about(
             values.selector,
-            "how they are chosen: by the deviation of `v`, `k` or `kv`, chunk `heads`, at "
-            "`random`, by the question's `attention`; in code also a callable",
+            "how they are chosen: by deviation of `v`, `k` or `kv`, chunk `heads`, at `random`, "
+            "by the question's `attention`, or what would `change` of it; in code also a callable",
             in_code=True,
         ),
     )

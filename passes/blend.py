@@ -17,11 +17,12 @@ from torch_cascade.compiler.record import BlendRecord, StageRecord, source_line
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.blend_emit import emit_blend
 from torch_cascade.passes.blend_plan import BlendPlan, Stage, plan_blend
+from torch_cascade.passes.blend_question import Question
 from torch_cascade.passes.blend_site import ReuseSite, find_reuse, markers_of
 from torch_cascade.passes.failures import Failures
 from torch_cascade.runtime.selection import (
+    ASKING,
     NEEDS_CHUNKS,
-    SILENT,
     SelectorError,
     resolve,
     selector_name,
@@ -88,7 +89,7 @@ def _plan(graph: fx.Graph, site: ReuseSite, context: PassContext) -> BlendPlan |
     if options.selector in NEEDS_CHUNKS and site.chunks is None:
         detail = f"{options.selector} needs chunks"
         return Declined(Reason.SELECTOR, site.markers[0].name, detail)
-    asks = options.selector not in SILENT
+    asks = callable(options.selector) or options.selector in ASKING
     plan = plan_blend(graph, site, options.stages(), context.sizes, asks=asks)
     if isinstance(plan, Declined):
         return plan
@@ -97,9 +98,13 @@ def _plan(graph: fx.Graph, site: ReuseSite, context: PassContext) -> BlendPlan |
 
 
 def _unasked(plan: BlendPlan, options: Options) -> Declined | None:
-    """Why the selector by attention cannot be told of it. A callable is told if it asks."""
-    unknown = [s.question for s in plan.stages if isinstance(s.question, Declined)]
-    return unknown[0] if unknown and options.selector == "attention" else None
+    """Why a named selector cannot be told what it asks. A callable is told if it asks."""
+    if options.selector not in ASKING:
+        return None
+    asked = [stage.question for stage in plan.stages if stage.question is not None]
+    differ = [q.differs for q in asked if isinstance(q, Question) and options.selector == "change"]
+    unknown = [x for x in (*asked, *differ) if isinstance(x, Declined)]
+    return unknown[0] if unknown else None
 
 
 def _record(

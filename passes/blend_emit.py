@@ -24,7 +24,8 @@ from torch_cascade.passes.token_frontier import ancestors, contracts
 from torch_cascade.passes.token_ranks import has_effect
 from torch_cascade.passes.trace import TraceError
 from torch_cascade.runtime.ranks import Ranks
-from torch_cascade.runtime.row_choice import Layer, choose_rows, mean_attention
+from torch_cascade.runtime.reading import Reading
+from torch_cascade.runtime.row_choice import Layer, choose_rows
 from torch_cascade.runtime.selection import EXPECTED, Selector, SelectorError, selector_name
 
 aten = torch.ops.aten
@@ -112,15 +113,17 @@ def _chosen(
 ) -> tuple[fx.Node, fx.Node]:
     """The rows of a stage, and their places among those of the one before."""
     anchor = stage.marker or plan.site.markers[0]
-    tensors: tuple[fx.Node | None, ...] = (None, None, None)
+    tensors: tuple[fx.Node | None, ...] = ()
     choice = _Choice(selector if stage.ratio else None, ranks=plan.ranks)
     if isinstance(stage.question, Declined):
         choice = replace(choice, unknown=str(stage.question))
     elif stage.question is not None and stage.ratio:
         anchor = stage.question.attention
         asked = emit_question(stage.question, plan.site, anchor, made)
-        tensors = asked.q, asked.k, asked.mask
+        tensors = asked.q, asked.k, asked.v, asked.mask
         choice = replace(choice, is_causal=asked.is_causal, scale=asked.scale, flat=asked.flat)
+        differs = stage.question.differs
+        choice = replace(choice, differs="" if differs is None else str(differs))
     emit = Emitter(anchor)
     counts = emit.size(stage.count), emit.size(plan.exits.last)
     kept = set(plan.site.markers[0].graph.nodes)
@@ -141,8 +144,9 @@ class _Choice:
 
     Attributes:
         selector: None where nothing but forced rows is wanted.
-        is_causal, scale, flat: of `mean_attention`.
-        unknown: why it cannot be computed.
+        is_causal, scale, flat: of `Reading`.
+        unknown: why it cannot be had.
+        differs: why cached keys and values cannot take the place of those that it reads.
         ranks: that choose together.
     """
 
@@ -151,32 +155,35 @@ class _Choice:
     scale: float | None = None
     flat: bool = False
     unknown: str = ""
+    differs: str = ""
     ranks: Ranks | None = None
 
     def __call__(
         self,
         layer: tuple[Any, ...],
-        tensors: tuple[Tensor | None, Tensor | None, Tensor | None],
+        tensors: tuple[Any, ...],
         count: Any,
         exits: Any,
     ) -> tuple[Tensor, Tensor]:
         known = replace(Layer(*layer), ranks=self.ranks)
 
-        def attention() -> Tensor:
-            q, k, mask = tensors
-            if q is None or k is None:
-                raise SelectorError(f"attention() is not known here: {self.unknown}")
-            return mean_attention(
+        def reading() -> Reading:
+            if not tensors:
+                raise SelectorError(f"how the prompt is read is not known here: {self.unknown}")
+            q, k, v, mask = tensors
+            return Reading(
                 q,
                 k,
+                v,
                 mask,
                 known.fresh_rows,
                 is_causal=self.is_causal,
                 scale=self.scale,
                 flat=self.flat,
+                differs=self.differs,
             )
 
-        return choose_rows(known, count, exits, self.selector, attention)
+        return choose_rows(known, count, exits, self.selector, reading)
 
 
 @contextmanager

@@ -29,23 +29,23 @@ class Question:
         attention: the `cascade::sdpa` of the check layer.
         plan: how its rows are made.
         q, mask: the queries and the mask, with the rows; None for a mask that has none.
+        differs: why what is cached cannot take the place of what is attended to; None where it can.
     """
 
     attention: fx.Node
     plan: RowPlan
     q: Demand
     mask: Demand | None
+    differs: Declined | None = None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The same, written: the arguments of `runtime.row_choice.mean_attention`.
-
-    `mask` has all batch rows' queries in dim 2 where `flat`.
-    """
+    """The same, written: what `runtime.reading.Reading` is made of."""
 
     q: fx.Node
     k: fx.Node
+    v: fx.Node
     mask: fx.Node | None
     is_causal: bool
     scale: float | None
@@ -90,7 +90,22 @@ def plan_question(
         earlier=earlier,
         sizes=sizes,
     )
-    return plan if isinstance(plan, Declined) else Question(attention, plan, q, mask)
+    if isinstance(plan, Declined):
+        return plan
+    return Question(attention, plan, q, mask, _differs(marker, attention, sizes))
+
+
+def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | None:
+    """Whether the attention reads keys and values laid out as the cached ones, or each repeated."""
+    given = bound_arguments(attention)
+    for read, kept in zip((given["k"], given["v"]), marker.args[2:4], strict=True):
+        assert isinstance(kept, fx.Node)
+        (batch, heads, *rest), (rows, fewer, *others) = shape(read), shape(kept)
+        same = zip((batch, *rest), (rows, *others), strict=True)
+        if heads % fewer != 0 or not all(sizes.equal(x, y) for x, y in same):
+            found = f"its attention reads {list(shape(read))}, but {list(shape(kept))} are cached"
+            return _unknown(attention, found)
+    return None
 
 
 def _attention_of(marker: fx.Node) -> fx.Node | None:
@@ -138,7 +153,7 @@ def emit_question(
         mask = rows.of(*question.mask)
         flat = site.each is not None and question.mask[1].batch is None
     q = rows.of(*question.q)
-    return Asked(q, given["k"], mask, given["is_causal"], given["scale"], flat)
+    return Asked(q, given["k"], given["v"], mask, given["is_causal"], given["scale"], flat)
 
 
 def _places(emit: Emitter, kept: fx.Node, fresh: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_cascade.runtime.ranks import Ranks
+from torch_cascade.runtime.reading import Reading
 from torch_cascade.runtime.selection import (
     EXPECTED,
     Facts,
@@ -47,8 +48,8 @@ class Layer:
     wanted: Tensor | None = None
     ranks: Ranks | None = None
 
-    def facts(self, attention: Callable[[], Tensor]) -> Facts:
-        """What selectors are told; `attention` is over all L keys."""
+    def facts(self, reading: Callable[[], Reading]) -> Facts:
+        """What selectors are told; `reading` is of all L keys."""
         offsets = None if self.chunks is None else chunk_offsets(self.chunks)
         k_deviation = _deviation(self.k, self._rows(self.k_cached))
         v_deviation = _deviation(self.v, self._rows(self.v_cached))
@@ -61,7 +62,8 @@ class Layer:
             positions=self.kept_positions(),
             chunks=None if self.chunks is None else self._kept(self.chunks),
             offsets=None if offsets is None else self._kept(offsets),
-            attention=lambda: self._kept(self._averaged(attention())),
+            attention=lambda: self._kept(self._averaged(reading().attention())),
+            change=lambda: self._kept(self._changed(reading())),
         )
 
     def positions(self) -> Tensor:
@@ -94,6 +96,11 @@ class Layer:
     def _averaged(self, x: Tensor) -> Tensor:
         return x if self.ranks is None else self.ranks.averaged(x)
 
+    def _changed(self, reading: Reading) -> Tensor:
+        """A sum over heads, so over those of all ranks."""
+        found = reading.change(self.k_cached, self.v_cached)
+        return found if self.ranks is None else self.ranks.summed(found)
+
     def _rows(self, x: Tensor) -> Tensor:
         if self.kept is None:
             return x
@@ -109,7 +116,7 @@ def choose_rows(
     count: Size,
     exits: int,
     selector: Selector | None,
-    attention: Callable[[], Tensor],
+    reading: Callable[[], Reading],
 ) -> tuple[Tensor, Tensor]:
     """The rows to compute from a check layer on.
 
@@ -118,7 +125,7 @@ def choose_rows(
         count: K, how many; not fewer than the fresh and wanted tokens and the exits.
         exits: how many of the last tokens are asked for.
         selector: gives the scores; None where no others are taken.
-        attention: see `Facts`, over all L keys.
+        reading: how the fresh tokens read all L keys; called where a selector asks.
 
     Returns:
         int64 [N, K] twice, ascending: the tokens, and their places among the rows of the layer (the
@@ -130,7 +137,7 @@ def choose_rows(
     if selector is None:
         scores = layer.kept_positions().to(torch.float32) * 0.0
     else:
-        scores = _scores(selector, layer.facts(attention))
+        scores = _scores(selector, layer.facts(reading))
         if layer.ranks is not None:  # a selector may be random
             scores = layer.ranks.gathered(scores)[0]
     ranked = layer.ranked(scores, exits)
@@ -182,49 +189,6 @@ def chunk_offsets(chunks: Tensor) -> Tensor:
     before = torch.cat([chunks[:, :1] - 1, chunks[:, :-1]], 1)
     starts = torch.where(chunks != before, position, 0)
     return position - torch.cummax(starts, 1).values
-
-
-def mean_attention(
-    q: Tensor,
-    k: Tensor,
-    mask: Tensor | None,
-    fresh_rows: Tensor,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    flat: bool = False,
-) -> Tensor:
-    """The mean probability that some queries give each key, [N, L].
-
-    Args:
-        q: queries of the fresh tokens [N, Hq, F, D].
-        k: keys [N, Hkv, L, D]; query head h reads key head h // (Hq // Hkv).
-        mask: broadcastable to [N, Hq, F, L], as in SDPA.
-        fresh_rows: int64 [N, F], positions of the queries.
-        is_causal: key j is visible to a query at or after it only.
-        scale: factor of the scores; None for 1/sqrt(D).
-        flat: the mask is [.., N * F, L], with the queries of all batch rows.
-    """
-    if mask is not None and flat:
-        mask = mask.reshape(-1, *fresh_rows.shape, mask.shape[-1]).transpose(0, 1)
-    kind = torch.float64 if q.dtype == torch.float64 else torch.float32
-    heads, kv_heads = q.shape[1], k.shape[1]
-    q, k = q.to(kind).contiguous(), k.to(kind)
-    grouped = q.view(q.shape[0], kv_heads, heads // kv_heads, *q.shape[2:])
-    factor = q.shape[-1] ** -0.5 if scale is None else scale
-    scores = (grouped @ k[:, :, None].transpose(-1, -2) * factor).flatten(1, 2)
-    if is_causal:
-        keys = torch.arange(k.shape[2], device=k.device)
-        visible = keys <= fresh_rows[:, None, :, None]
-        scores = scores.masked_fill(~visible, -torch.inf)
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    elif mask is not None:
-        scores = scores + mask.to(kind)
-    top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
-    total = weights.sum(-1, keepdim=True)
-    return (weights / torch.where(total == 0, 1.0, total)).mean((1, 2))
 
 
 def _deviation(fresh: Tensor, cached: Tensor) -> Tensor:

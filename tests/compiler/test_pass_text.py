@@ -70,7 +70,7 @@ OPTIONS = {
     "blend": {
         "ratio": ratios,
         "check-layers": layers,
-        "selector": st.sampled_from(["v", "k", "kv", "heads", "random", "attention"]),
+        "selector": st.sampled_from(["v", "k", "kv", "heads", "random", "attention", "change"]),
         "min-tokens": st.integers(0, 10**6),
         "decide": st.sampled_from(["auto", "always", "never"]),
         "guards": st.sampled_from(["auto", "never"]),

@@ -9,14 +9,13 @@ from support.backend import last_compilation
 from support.blend_models import blended, expected, model_of, prompt_of
 from support.blend_plain import Plain, compiled, inputs
 from support.tolerance import assert_close_to_reference
-from transformers import DynamicCache
 
 from torch_cascade.compiler.option_values import SELECTORS
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pipeline import Pipeline
 from torch_cascade.compiler.record import Compilation
 from torch_cascade.compiler.report import Reason
-from torch_cascade.runtime.row_choice import Layer, choose_rows, chunk_offsets, mean_attention
+from torch_cascade.runtime.row_choice import Layer, choose_rows, chunk_offsets
 from torch_cascade.runtime.selection import BUILT_IN, Facts
 
 READS = r".*\n?.*expected plain torch code on the tensors of its facts, which neither reads"
@@ -35,36 +34,6 @@ def assert_chooses(family, prompt, metric, stages=None, **options):
     assert rows == same, "choose another seed: float32 decides otherwise"
     assert_close_to_reference(got.logits, eager.logits, exact.logits)
     return rows
-
-
-def probabilities(model, prompt, layer):
-    """[N, Hq, L, L] of a layer, computed for all tokens by eager attention."""
-    model.set_attn_implementation("eager")
-    options = {"output_attentions": True, "past_key_values": DynamicCache()}
-    if prompt.mask is not None:
-        options["attention_mask"] = prompt.mask
-        options["position_ids"] = (prompt.mask.cumsum(1) - 1).clamp(min=0)
-    with torch.no_grad():
-        found = model(prompt.ids, **options).attentions[layer]
-    model.set_attn_implementation("sdpa")
-    return found
-
-
-@pytest.mark.parametrize(("family", "padding"), [("Mistral", (0, 2)), ("Llama", ())])
-def test_the_attention_of_the_question(family, padding):
-    """Of the fresh tokens only, averaged over heads; it weighs how far the values moved."""
-    model = model_of(family)  # eager masks of a float64 model are NaN in its float32 softmax
-    rows = [[7, 9, 5], [5, 4, 5, 5]] if padding else ROWS
-    prompt = prompt_of(model, rows, padding)
-    seen = probabilities(model, prompt, 1)
-    mean = [seen[n][:, prompt.fresh_rows[n]].mean((0, 1)) for n in range(len(rows))]
-
-    def metric(n, k, v, k_cached, v_cached):
-        return mean[n].to(v) * ((v - v_cached) ** 2).sum((0, 2))
-
-    chosen = assert_chooses(family, prompt, metric, selector="attention")
-    plain = expected(model, prompt, {1: "0.15"})[1]
-    assert chosen != plain
 
 
 def layer(length=13, batch=2, seed=5, dtype=torch.float32, **changes):
@@ -191,23 +160,6 @@ def test_deviations_of_short_dtypes_are_summed_in_float32(kind):
     )
     facts = short.facts(unknown)
     assert facts.v_deviation.dtype == torch.float32 and torch.isfinite(facts.v_deviation).all()
-
-
-def test_mean_attention():
-    q, k = torch.randn(2, 6, 3, 4), torch.randn(2, 3, 9, 4)
-    rows, mask = torch.tensor([[8, 2, 5]] * 2), torch.rand(2, 1, 3, 9) > 0.3
-    mask[1, :, 1] = False  # this query sees nothing
-    got = mean_attention(q, k, mask, rows, is_causal=True, scale=0.3)
-    seen = mask & (torch.arange(9) <= rows[:, None, :, None])
-
-    def plain(q, k):
-        scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
-        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0).mean((1, 2))
-
-    assert_close_to_reference(got, plain(q, k), plain(q.double(), k.double()))
-    flat = mask.transpose(0, 1).reshape(1, 6, 9)
-    same = mean_attention(q, k, flat, rows, is_causal=True, scale=0.3, flat=True)
-    assert torch.equal(same, got)
 
 
 class Recency:

@@ -28,6 +28,7 @@ RUNS = (
     {"recompute_ratio": "0.3"},
     {"recompute_ratio": "0.3", "selector": "k"},
     {"recompute_ratio": "0.3", "selector": "attention"},
+    {"recompute_ratio": "0.3", "selector": "change"},
     {"check_layers": "0:0.7,1:0.3"},
     {"recompute_ratio": 1},
     {"recompute_ratio": "0.3", "selector": by_rank},
@@ -42,7 +43,7 @@ def test_it_is_the_blend_of_all_heads():
     """Two processes, and one that has all heads; where scores differ, the first rank's count."""
     strict = [{**run, "strict": True} for run in RUNS]
     first, second = on_ranks(strict)
-    assert [why for _, why in first + second] == [""] * 12
+    assert [why for _, why in first + second] == [""] * 2 * len(RUNS)
     for options, (one, _), (other, _) in zip(strict, first, second, strict=True):
         assert torch.equal(one, other)
         usual, _ = blend(Sharded(), prompt(), options)

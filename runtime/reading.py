@@ -1,0 +1,128 @@
+"""How the fresh tokens read a prompt at a check layer: their attention, and what it hangs on.
+
+Traced into the compiled graph, for the selectors that ask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LOWEST, HIGHEST = -6.0, 20.0
+"""Between these a score may fall or rise where a cached key takes a fresh one's place.
+
+Further down the token is forgotten, further up it alone is read; the exponential stays finite.
+"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Queries of the fresh tokens and what they attend to.
+
+    Attributes:
+        q: queries of the fresh tokens [N, Hq, F, D].
+        k, v: keys and values [N, Hkv, L, D], [N, Hkv, L, Dv]; query head h reads head
+            h // (Hq // Hkv).
+        mask: broadcastable to [N, Hq, F, L], as in SDPA.
+        fresh_rows: int64 [N, F], positions of the queries.
+        is_causal: key j is visible to a query at or after it only.
+        scale: factor of the scores; None for 1/sqrt(D).
+        flat: the mask is [.., N * F, L], with the queries of all batch rows.
+        differs: why what is cached is no key or value as these are; "" where it is.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    fresh_rows: Tensor
+    is_causal: bool = False
+    scale: float | None = None
+    flat: bool = False
+    differs: str = ""
+
+    def attention(self) -> Tensor:
+        """The mean probability that the queries give each key, [N, L]."""
+        return self._weights().mean((1, 2))
+
+    def change(self, k_cached: Tensor, v_cached: Tensor) -> Tensor:
+        """How far attention's output moves where one token alone keeps its cached copy, [N, L].
+
+        For a query that gives token j the share p of its attention, with r = exp(q . (k_cached - k)
+        * scale), the output o moves by
+
+            p / (1 - p + p r) * ((v - v_cached) + (1 - r) * (v_cached - o))
+
+        of which the length counts: the longest of all queries, summed over heads.
+
+        Args:
+            k_cached: [N, H, L, D], rotated as k is; Hkv is a multiple of H.
+            v_cached: [N, H, L, Dv].
+
+        Raises:
+            ValueError: they differ.
+
+        Example:
+            >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind()
+            >>> reading = Reading(q[:, :, 4:], k, v, None, torch.tensor([[4]]))
+            >>> reading.change(k, v)
+            tensor([[0., 0., 0., 0., 0.]])
+        """
+        if self.differs:
+            raise ValueError(f"change() is not known here: {self.differs}")
+        kind = self._kind()
+        weights = self._grouped(self._weights())
+        k, v = self.k.to(kind)[:, :, None], self.v.to(kind)[:, :, None]
+        old_k, old_v = self._by_head(k_cached), self._by_head(v_cached)
+        gain = (self._queries() @ (old_k - k).transpose(-1, -2)).clamp(LOWEST, HIGHEST).exp()
+        out, moved, lost = weights @ v, v - old_v, 1 - gain
+        # |moved + lost * (old_v - out)|, without a tensor of [.., F, L, Dv].
+        across = (moved * old_v).sum(-1)[..., None, :] - out @ moved.transpose(-1, -2)
+        apart = _squared(old_v)[..., None, :] - 2 * out @ old_v.transpose(-1, -2)
+        apart = apart + _squared(out)[..., None]
+        length = _squared(moved)[..., None, :] + lost * (2 * across + lost * apart)
+        share = weights / (1 - weights + weights * gain)
+        return (share * length.clamp_min(0).sqrt()).amax(-2).sum((1, 2))
+
+    def _kind(self) -> torch.dtype:
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+    def _queries(self) -> Tensor:
+        """Scaled, [N, Hkv, Hq // Hkv, F, D]."""
+        factor = float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale
+        return self._grouped(self.q.to(self._kind())) * factor
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[N, Hkv, Hq // Hkv, ...] of [N, Hq, ...]."""
+        heads = self.k.shape[1]
+        return x.reshape(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
+
+    def _by_head(self, cached: Tensor) -> Tensor:
+        """[N, Hkv, 1, L, D] of what is cached for fewer heads."""
+        times = self.k.shape[1] // cached.shape[1]
+        return cached.to(self._kind()).repeat_interleave(times, 1)[:, :, None]
+
+    def _weights(self) -> Tensor:
+        """Probabilities [N, Hq, F, L]; zeros of a query that sees nothing."""
+        k, mask, kind = self.k.to(self._kind()), self.mask, self._kind()
+        if mask is not None and self.flat:
+            mask = mask.reshape(-1, *self.fresh_rows.shape, mask.shape[-1]).transpose(0, 1)
+        scores = (self._queries() @ k[:, :, None].transpose(-1, -2)).flatten(1, 2)
+        if self.is_causal:
+            keys = torch.arange(k.shape[2], device=k.device)
+            visible = keys <= self.fresh_rows[:, None, :, None]
+            scores = scores.masked_fill(~visible, -torch.inf)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask.to(kind)
+        top = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
+        total = weights.sum(-1, keepdim=True)
+        return weights / torch.where(total == 0, 1.0, total)
+
+
+def _squared(x: Tensor) -> Tensor:
+    return x.square().sum(-1)
