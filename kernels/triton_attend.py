@@ -23,17 +23,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_cascade.kernels.triton_finish import (
-    row_numbers,
-    write_final,
-    write_partial,
-)
+from torch_cascade.kernels.triton_finish import finish
 from torch_cascade.kernels.triton_quick import attend_quick
 from torch_cascade.kernels.triton_step import (
     attend_run,
     empty_state,
     load_queries,
-    result_of,
     rows_of,
 )
 
@@ -180,14 +175,12 @@ def attend_parts(
     PLAIN: tl.constexpr = POSITIVE and not SOFTCAP and not ALIBI
     RAW_B: tl.constexpr = PLAIN and MASK_b != 2 and not SCALED_b
     RAW_A: tl.constexpr = PLAIN and MASK_a != 2 and not SCALED_a and (RAW_B or not TAIL)
-    # Weights relative to the first tile's are at most 2^LIMIT: within the range of their dtype.
-    LIMIT: tl.constexpr = 15 if q.dtype.element_ty == tl.float16 else 64
     item = tl.program_id(0)
-    part_rows = tl.cast(part_rows, tl.int64)
     scale = tl.cast(scale, tl.float32)  # Inductor passes Python floats as float64
     softcap = tl.cast(softcap, tl.float32)
     q_strides = (q_stride_n, q_stride_h, q_stride_m)
-    out_strides = (out_stride_n, out_stride_h, out_stride_m)
+    partials = (o_part, lse_part, tl.cast(part_rows, tl.int64))
+    result = (out, (out_stride_n, out_stride_h, out_stride_m), lse_out)
     sink_info = (sinks, sinks_stride_n, sinks_stride_h, sinks_stride_m)
     keys_a = (
         k_a, v_a, k_stride_r_a, k_stride_h_a, k_stride_k_a, v_stride_r_a, v_stride_h_a,
@@ -210,17 +203,16 @@ def attend_parts(
         row_info = rows_of(row_block, kv_row, kv_head, branches_a, group, q_len, rows_a, BLOCK_M_a)
         q_tile = load_queries(q, row_info, q_strides, D_K, PAD_K)
         state = empty_state(BLOCK_M_a, PAD_V)
-        owner = row_info[3]  # not read
         low = split * split_len_a
         high = tl.minimum(low + split_len_a, kv_len_a)
         if QUICK and RAW_A and MASK_a == 0 and not POSITIONS_a:
             state, low = attend_quick(
                 q_tile, state, kv_row, kv_head, low, high, scale, keys_a, kv_lens_a,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, LENS_a, PAGED_a, PRECISION, K_STEP_a, V_STEP_a,
-                STAGES_a, LIMIT,
+                STAGES_a,
             )  # fmt: skip
         state = attend_run(
-            q_tile, state, row_info, owner, kv_row, kv_head, low, high, kv_len_a,
+            q_tile, state, row_info, row_info[3], kv_row, kv_head, low, high, kv_len_a,
             scale, softcap, slopes, keys_a, seen_a, k_scale_a, v_scale_a,
             D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, MASK_a, POSITIONS_a, WINDOW_a, LENS_a,
             PAGED_a, SCALED_a, SOFTCAP, ALIBI, RAW_A, PRECISION, K_STEP_a,
@@ -236,13 +228,10 @@ def attend_parts(
                 PAGED_b, SCALED_b, SOFTCAP, ALIBI, RAW_A, PRECISION, K_STEP_b,
                 V_STEP_b, STAGES_b, True,
             )  # fmt: skip
-        o, lse = result_of(state, scale, RAW_A)
-        row = row_numbers(row_info, heads, q_len)
-        if DIRECT:
-            write_final(o, lse, row_info, row, sink_info, out, out_strides, lse_out, D_V, SINKS)
-        else:
-            split += split_base_a
-            write_partial(o, lse, split, row_info, row, o_part, lse_part, part_rows, D_V)
+        finish(
+            state, scale, split + split_base_a, row_info, heads, q_len, sink_info, partials, result,
+            D_V, RAW_A, DIRECT, SINKS,
+        )  # fmt: skip
     elif SLOTS == 2:
         item -= items_a
         row_block, split, kv_row, kv_head = place_of(item, rows_b, splits_b, kv_heads, BLOCK_M_b)
@@ -250,18 +239,15 @@ def attend_parts(
             row_block, kv_row, kv_head, branches_b, group, q_len, rows_b, BLOCK_M_b
         )
         q_tile_b = load_queries(q, row_info_b, q_strides, D_K, PAD_K)
-        state_b = empty_state(BLOCK_M_b, PAD_V)
-        owner_b = row_info_b[3]  # not read
         low = split * split_len_b
         high = tl.minimum(low + split_len_b, kv_len_b)
         state_b = attend_run(
-            q_tile_b, state_b, row_info_b, owner_b, kv_row, kv_head, low, high, kv_len_b,
-            scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
-            D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b,
-            PAGED_b, SCALED_b, SOFTCAP, ALIBI, RAW_B, PRECISION, K_STEP_b,
-            V_STEP_b, STAGES_b, False,
+            q_tile_b, empty_state(BLOCK_M_b, PAD_V), row_info_b, row_info_b[3], kv_row, kv_head,
+            low, high, kv_len_b, scale, softcap, slopes, keys_b, seen_b, k_scale_b, v_scale_b,
+            D_K, D_V, PAD_K, PAD_V, BLOCK_N_b, MASK_b, POSITIONS_b, WINDOW_b, LENS_b, PAGED_b,
+            SCALED_b, SOFTCAP, ALIBI, RAW_B, PRECISION, K_STEP_b, V_STEP_b, STAGES_b, False,
         )  # fmt: skip
-        o_b, lse_b = result_of(state_b, scale, RAW_B)
-        row_b = row_numbers(row_info_b, heads, q_len)
-        split += split_base_b
-        write_partial(o_b, lse_b, split, row_info_b, row_b, o_part, lse_part, part_rows, D_V)
+        finish(
+            state_b, scale, split + split_base_b, row_info_b, heads, q_len, sink_info, partials,
+            result, D_V, RAW_B, False, SINKS,
+        )  # fmt: skip

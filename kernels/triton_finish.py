@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_cascade.kernels.triton_step import LN2, LOG2E, place_at
+from torch_cascade.kernels.triton_step import LN2, LOG2E, place_at, result_of
 
 
 @triton.jit
@@ -63,3 +63,30 @@ def write_final(o, lse, rows, row, sinks, out, strides, lse_out, D: tl.constexpr
     ok = row_ok[:, None] & (d < D)[None, :]
     tl.store(out + at[:, None] + d[None, :], o.to(out.dtype.element_ty), mask=ok)
     tl.store(lse_out + row, lse * LN2, mask=row_ok)
+
+
+@triton.jit
+def finish(
+    state,
+    scale,
+    split,
+    rows,
+    heads,
+    q_len,
+    sinks,
+    partials,
+    result,
+    D: tl.constexpr,
+    RAW: tl.constexpr,
+    DIRECT: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Store what a program found: the result, or the partial result of a split."""
+    o, lse = result_of(state, scale, RAW)
+    row = row_numbers(rows, heads, q_len)
+    if DIRECT:
+        out, strides, lse_out = result
+        write_final(o, lse, rows, row, sinks, out, strides, lse_out, D, SINKS)
+    else:
+        o_part, lse_part, part_rows = partials
+        write_partial(o, lse, split, rows, row, o_part, lse_part, part_rows, D)

@@ -42,7 +42,6 @@ def attend_quick(
     K_STEP: tl.constexpr,
     V_STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    LIMIT: tl.constexpr,
 ):
     """(state after the keys [low, high) of KV row kv_row, first key that is still to be seen).
 
@@ -50,6 +49,8 @@ def attend_quick(
     that empty state and `low`. It is one of `attend_run` with RAW: its `top` is to be multiplied by
     the scale, and may be any reference that weights are relative to, not the largest score.
     """
+    # Weights are at most 2^LIMIT times those of the first tile: within the range of their dtype.
+    LIMIT: tl.constexpr = 15 if q_tile.dtype == tl.float16 else 64
     k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
     d_k = tl.arange(0, PAD_K)
     d_v = tl.arange(0, PAD_V)

@@ -201,7 +201,7 @@ def attend_run(
     RAW: the state's maximum, as the scores, is to be multiplied by the scale, a positive number;
     only where nothing is added to the scores.
     GROUPED: the keys of the KV rows kv_row, kv_row + 1, ... stand one after another, kv_len each,
-    and a query row sees those of the KV row kv_row + owner only.
+    and a query row sees those of the KV row kv_row + owner only. Otherwise `owner` is not read.
     """
     top, total, acc = state
     k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys

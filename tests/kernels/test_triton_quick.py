@@ -27,7 +27,7 @@ KEYS, FIRST, LATER = 40, 3, 33
 
 
 @triton.jit
-def one_tile(q, k, v, o, lse, seen, keys, LIMIT: tl.constexpr):
+def one_tile(q, k, v, o, lse, seen, keys):
     """16 query rows of 16 features against `keys` keys, in tiles of 16."""
     row, d = tl.arange(0, 16), tl.arange(0, 16)
     at = row[:, None] * 16 + d[None, :]
@@ -35,7 +35,7 @@ def one_tile(q, k, v, o, lse, seen, keys, LIMIT: tl.constexpr):
     where = (k, v, zero, zero, 16, zero, zero, 16, q, zero, 1)
     state, low = attend_quick(
         tl.load(q + at), empty_state(16, 16), zero, zero, zero, keys, 1.0, where, q,
-        16, 16, 16, 16, 16, False, False, "ieee", 16, 16, 2, LIMIT,
+        16, 16, 16, 16, 16, False, False, "ieee", 16, 16, 2,
     )  # fmt: skip
     result, logarithm = result_of(state, 1.0, True)
     tl.store(o + at, result)
@@ -43,16 +43,16 @@ def one_tile(q, k, v, o, lse, seen, keys, LIMIT: tl.constexpr):
     tl.store(seen, low)
 
 
-def seen_by(scores, device, limit=64, value=1.0):
+def seen_by(scores, device, dtype=torch.float32, value=1.0):
     """(o, lse in log2, the first key left) for given scores of all rows, scale 1."""
-    q = torch.zeros(16, 16)
+    q = torch.zeros(16, 16, dtype=dtype)
     q[:, 0] = 1.0
     k, v = torch.zeros(len(scores), 16), torch.full((len(scores), 16), value)
     k[:, 0] = torch.tensor(scores)
     o, lse = torch.full((16, 16), math.nan), torch.full((16,), math.nan)
     seen = torch.tensor(-1, dtype=torch.int32)
     there = [x.to(device) for x in (q, k, v, o, lse, seen)]
-    triton_launch._launchable(one_tile)[(1,)](*there, len(scores), LIMIT=limit)
+    triton_launch._launchable(one_tile)[(1,)](*there, len(scores))
     return tuple(x.cpu() for x in there[3:])
 
 
@@ -70,9 +70,13 @@ def test_a_run_within_the_limit_is_finished(device):
     torch.testing.assert_close(lse, torch.full((16,), math.log2(2.0**20 + KEYS - 1)))
 
 
-@pytest.mark.parametrize(("rise", "limit"), [(65, 64), (16, 15), (-1, -2)])
-def test_scores_that_grow_too_much_are_left_to_the_other_loop(rise, limit, device):
-    o, lse, left = seen_by(rising(rise), device, limit)
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.float16, 15)], ids=str
+)
+def test_scores_that_grow_too_much_are_left_to_the_other_loop(dtype, limit, device):
+    """Those of a float16 weight are at most 2^16."""
+    assert seen_by(rising(limit - 1), device, dtype)[2] == KEYS
+    o, lse, left = seen_by(rising(limit + 1), device, dtype)
     assert left == 0
     assert (o == 0).all() and (lse == -math.inf).all()
 
