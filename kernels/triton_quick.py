@@ -47,7 +47,7 @@ def attend_quick(
 
     The given state has seen no key. What comes back is either the finished state and `high`, or
     that empty state and `low`. It is one of `attend_run` with RAW: its `top` is to be multiplied by
-    the scale, and may be any reference that weights are relative to, not the largest score.
+    the scale.
     """
     # Weights are at most 2^LIMIT times those of the first tile: within the range of their dtype.
     LIMIT: tl.constexpr = 15 if q_tile.dtype == tl.float16 else 64
@@ -91,13 +91,20 @@ def attend_quick(
         v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
         weights = weights.to(q_tile.dtype)
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
-    growth = (tl.max(peaks, 1) - top) * factor
+    peak = tl.max(peaks, 1)
+    behind = (top - peak) * factor
     total = tl.sum(totals, 1)
-    kept = (tl.abs(growth) <= LIMIT) & (tl.max(tl.abs(acc), 1) < float("inf"))
+    # Above the peak is the reference of a first tile without a finite score only: float16 would
+    # round the weights of the others by more. 0 * inf is NaN, which a maximum would pass over.
+    kept = (behind <= 0) & (behind >= -LIMIT) & (tl.sum(acc * 0.0, 1) == 0)
     # A row with a NaN among its scores is NaN by either loop: it takes no other rows along.
     kept = kept | (total != total)
     if tl.min(kept.to(tl.int32), 0) == 1:
         low = high
+        # Relative to the peak: large sums would leave no room for what a tail adds to them.
+        shrink = tl.exp2(behind)
+        total *= shrink
+        acc *= shrink[:, None]
     else:
-        top, total, acc = empty_state(BLOCK_M, PAD_V)
-    return (top, total, acc), low
+        peak, total, acc = empty_state(BLOCK_M, PAD_V)
+    return (peak, total, acc), low
