@@ -18,6 +18,7 @@ import triton.language as tl
 from torch_cascade.kernels.triton_step import LOG2E, empty_state, offsets
 
 FOLD = tl.constexpr(8)  # columns of a tile that sums and maxima are kept for: none is exchanged
+ROOM = tl.constexpr(2.0**100)  # outputs below leave room for any that a tail adds to them
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def attend_quick(
 
     The given state has seen no key. What comes back is either the finished state and `high`, or
     that empty state and `low`. It is one of `attend_run` with RAW: its `top` is to be multiplied by
-    the scale.
+    the scale, and may be any reference that weights are relative to, not the largest score.
     """
     # Weights are at most 2^LIMIT times those of the first tile: within the range of their dtype.
     LIMIT: tl.constexpr = 15 if q_tile.dtype == tl.float16 else 64
@@ -91,20 +92,15 @@ def attend_quick(
         v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
         weights = weights.to(q_tile.dtype)
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
-    peak = tl.max(peaks, 1)
-    behind = (top - peak) * factor
+    growth = (tl.max(peaks, 1) - top) * factor
     total = tl.sum(totals, 1)
-    # Above the peak is the reference of a first tile without a finite score only: float16 would
-    # round the weights of the others by more. 0 * inf is NaN, which a maximum would pass over.
-    kept = (behind <= 0) & (behind >= -LIMIT) & (tl.sum(acc * 0.0, 1) == 0)
+    # Negative where the first tile has no finite score: float16 would round small weights by more.
+    kept = (growth >= 0) & (growth <= LIMIT)
+    kept = kept & (tl.sum(tl.abs(acc), 1) < ROOM)  # not the maximum: that passes over NaN
     # A row with a NaN among its scores is NaN by either loop: it takes no other rows along.
     kept = kept | (total != total)
     if tl.min(kept.to(tl.int32), 0) == 1:
         low = high
-        # Relative to the peak: large sums would leave no room for what a tail adds to them.
-        shrink = tl.exp2(behind)
-        total *= shrink
-        acc *= shrink[:, None]
     else:
-        peak, total, acc = empty_state(BLOCK_M, PAD_V)
-    return (peak, total, acc), low
+        top, total, acc = empty_state(BLOCK_M, PAD_V)
+    return (top, total, acc), low
