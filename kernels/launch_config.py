@@ -13,10 +13,17 @@ from typing import NamedTuple
 
 
 class DeviceLimits(NamedTuple):
-    """What a launch depends on: multiprocessors, and bytes of shared memory one of them has."""
+    """What a launch depends on.
+
+    Attributes:
+        processors: multiprocessors.
+        shared_memory: bytes of it that a program may have.
+        generation: major number of the compute capability; what was measured here is 9.
+    """
 
     processors: int
     shared_memory: int
+    generation: int = 9
 
 
 class SlotShape(NamedTuple):
@@ -98,6 +105,11 @@ _MOST_SPLITS = 64
 _RESIDENT = 2
 # Tiles of keys that a program could have read before its first one is there.
 _START = 3
+# Generations whose matrix instructions take 64 rows, and slower ones less.
+_TALL_PRODUCTS = (9, 10)
+# The generation that `quick` is for. With the instructions of 8, which 9 has for less than 64 rows,
+# it was slower; for 10 Triton 3.6 fails to compile it.
+_QUICK = 9
 # A suffix of up to this many keys, over all branches of a tile, is read as a tail of the prefix.
 _MOST_TAIL = 128
 
@@ -121,7 +133,8 @@ def attend_config(
     """
     first = _slot(shapes[0], widths, limits)
     # It saves instructions, which count where several tiles of rows read the same keys.
-    quick = widths.q_bytes == 2 and shapes[0].rows > first.block_m
+    many = shapes[0].rows > first.block_m
+    quick = limits.generation == _QUICK and widths.q_bytes == 2 and many
     if len(shapes) == 1:
         return LaunchConfig((first,), direct=alone and first.splits == 1, quick=quick)
     tail = nested and shapes[0].rows * shapes[1].kv_len <= _MOST_TAIL * shapes[1].rows
@@ -170,15 +183,15 @@ def _tallest(widths: Widths) -> int:
     return 64 if widths.q_bytes <= 2 else 32
 
 
-def _height(rows: int, widths: Widths) -> int:
-    """Rows of a tile: 16, or the tallest; half-empty tall ones beat the instructions of 32 rows."""
-    if widths.q_bytes <= 2 and rows > 16:
+def _height(rows: int, widths: Widths, limits: DeviceLimits) -> int:
+    """Rows of a tile: as few as hold them, but half-empty ones for instructions of 64 rows."""
+    if limits.generation in _TALL_PRODUCTS and widths.q_bytes <= 2 and rows > 16:
         return _tallest(widths)
     return min(_tallest(widths), padded(rows))
 
 
 def _slot(shape: SlotShape, widths: Widths, limits: DeviceLimits) -> SlotConfig:
-    block_m = _height(shape.rows, widths)
+    block_m = _height(shape.rows, widths, limits)
     block_n = 64 if max(padded(widths.d_k), padded(widths.d_v)) * widths.kv_bytes <= 256 else 32
     slot = SlotConfig(block_m, block_n, 3, 1)
     # One program a multiprocessor keeps its memory busy; tall tiles need two to overlap arithmetic.

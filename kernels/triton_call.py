@@ -170,7 +170,7 @@ def shared_arguments(call: Call, buffers: Buffers) -> dict[str, Any]:
         "PAD_V": padded(call.d_v),
         "SOFTCAP": call.softcap is not None,
         "ALIBI": slopes is not None,
-        "POSITIVE": call.scale > 0,
+        "POSITIVE": call.scale >= torch.finfo(torch.float32).tiny,  # less may be 0 in the kernel
         "SINKS": sinks is not None,
         "PRECISION": _precision(q.dtype),
     }

@@ -197,8 +197,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     """The limits of a CUDA device; those of an H200 for any other (the interpreter)."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return DeviceLimits(processors=132, shared_memory=232448)
-    properties: Any = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    its: Any = torch.cuda.get_device_properties(device)
+    return DeviceLimits(its.multi_processor_count, its.shared_memory_per_block_optin, its.major)
 
 
 def _hint(size: Size) -> int:

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch_cascade.kernels.triton_step import LOG2E, empty_state, offsets
 
 FOLD = tl.constexpr(8)  # columns of a tile that sums and maxima are kept for: none is exchanged
+ROOM = tl.constexpr(2.0**100)  # outputs below leave room for any that a tail adds to them
 
 
 @triton.jit
@@ -93,7 +94,9 @@ def attend_quick(
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
     growth = (tl.max(peaks, 1) - top) * factor
     total = tl.sum(totals, 1)
-    kept = (tl.abs(growth) <= LIMIT) & (tl.max(tl.abs(acc), 1) < float("inf"))
+    # Negative where the first tile has no finite score: float16 would round small weights by more.
+    kept = (growth >= 0) & (growth <= LIMIT)
+    kept = kept & (tl.sum(tl.abs(acc), 1) < ROOM)  # not the maximum: that passes over NaN
     # A row with a NaN among its scores is NaN by either loop: it takes no other rows along.
     kept = kept | (total != total)
     if tl.min(kept.to(tl.int32), 0) == 1:

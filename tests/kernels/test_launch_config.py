@@ -20,10 +20,11 @@ from torch_cascade.kernels.launch_config import (
     shared_bytes,
 )
 
-A100 = DeviceLimits(processors=108, shared_memory=163 * 1024)
+A100 = DeviceLimits(processors=108, shared_memory=163 * 1024, generation=8)
 H200 = DeviceLimits(processors=132, shared_memory=227 * 1024)
-SMALL_GPU = DeviceLimits(processors=20, shared_memory=99 * 1024)  # sm_86, sm_89
-DEVICES = [A100, H200, SMALL_GPU]
+SMALL_GPU = DeviceLimits(20, 99 * 1024, generation=8)  # sm_86, sm_89
+B200 = DeviceLimits(processors=148, shared_memory=227 * 1024, generation=10)
+DEVICES = [A100, H200, SMALL_GPU, B200]
 BF16, FP32 = Widths(128, 128, 2, 2), Widths(128, 128, 4, 4)
 WIDTHS = [
     Widths(d_k, d_v, q_bytes, kv_bytes)
@@ -61,7 +62,7 @@ def assert_valid(config, shapes, widths, limits):
     assert config.splits == sum(s.splits for s in config.slots[: 1 if config.tail else 2])
 
 
-@pytest.mark.parametrize("limits", DEVICES, ids=["A100", "H200", "small"])
+@pytest.mark.parametrize("limits", DEVICES, ids=["A100", "H200", "small", "B200"])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_every_configuration_is_valid(widths, limits):
     for tiles, rows, keys in itertools.product(TILES, ROWS, LENGTHS):
@@ -144,6 +145,16 @@ def test_tiles_are_16_rows_or_64(rows, height):
     assert config.slots[0].block_m == height
     config = attend_config([SlotShape(8, rows, 4096)], FP32, H200, alone=True, nested=False)
     assert config.slots[0].block_m == min(32, padded(rows))
+
+
+@pytest.mark.parametrize(
+    ("limits", "height", "quick"), [(A100, 32, False), (H200, 64, True), (B200, 64, False)]
+)
+def test_each_generation_has_its_own_matrix_instructions(limits, height, quick):
+    low, high = SlotShape(8, 32, 4096), SlotShape(8, 256, 4096)
+    config = attend_config([low], BF16, limits, alone=True, nested=False)
+    assert config.slots[0].block_m == height
+    assert attend_config([high], BF16, limits, alone=True, nested=False).quick is quick
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import triton.language as tl
 from support.triton_scenes import (
     PREFIX,
     SMALL,
+    TWO_SEGMENTS,
     assert_right,
     launch,
 )
@@ -44,10 +45,10 @@ def one_tile(q, k, v, o, lse, seen, keys):
 
 
 def seen_by(scores, device, dtype=torch.float32, value=1.0):
-    """(o, lse in log2, the first key left) for given scores of all rows, scale 1."""
+    """(o, lse in log2, the first key left) for given scores of all rows, scale 1; value: of V."""
     q = torch.zeros(16, 16, dtype=dtype)
     q[:, 0] = 1.0
-    k, v = torch.zeros(len(scores), 16), torch.full((len(scores), 16), value)
+    k, v = torch.zeros(len(scores), 16), torch.zeros(len(scores), 16) + value
     k[:, 0] = torch.tensor(scores)
     o, lse = torch.full((16, 16), math.nan), torch.full((16,), math.nan)
     seen = torch.tensor(-1, dtype=torch.int32)
@@ -95,6 +96,16 @@ def test_an_output_that_is_not_finite_is_left(value, device):
     assert left == 0
 
 
+def test_an_output_with_a_nan_column_is_left(device):
+    """inf - inf in one feature, from one tile and the next: a maximum of the others is finite."""
+    scores = rising(40)
+    scores[LATER - 16] = scores[LATER]
+    value = torch.ones(KEYS, 16)
+    value[LATER - 16, 0], value[LATER, 0] = 1e38, -1e38
+    _, _, left = seen_by(scores, device, value=value)
+    assert left == 0
+
+
 @pytest.mark.parametrize("place", [FIRST, LATER])
 def test_a_score_that_is_nan_makes_its_row_nan(place, device):
     scores = [0.0] * KEYS
@@ -118,9 +129,9 @@ def test_an_infinite_score_is_no_number(place, device):
     assert call(device, configs=[QUICK])[0].isnan().all()
 
 
-@pytest.mark.parametrize("later", [-math.inf, 0.0, -1000.0, 1000.0])
+@pytest.mark.parametrize("later", [-math.inf, 0.0, -10.0, -1000.0, 1000.0])
 def test_a_first_tile_without_a_finite_score(later, device):
-    """Its reference is 0: kept if the others are near that, else not."""
+    """Its reference is 0: kept if the others are that or little more, else not."""
     _, lse, left = seen_by([-math.inf] * 16 + [later] * 8, device)
     assert left == (24 if later == 0.0 else 0)
     if later == 0.0:
@@ -169,6 +180,25 @@ def test_large_values(device):
     call.parts[0].v.mul_(1e36)
     call.parts[0].k[:, :, LATER] = call.q[0, :1, 0] * 3
     assert_right(call(device, configs=[QUICK]), call)
+
+
+def test_a_tail_of_large_values_after_scores_that_grow(device):
+    """Sums of 2^40 times the values would leave no room for it: the sum of both overflowed."""
+    call = SMALL.but(dtype=torch.bfloat16, prefix={"keys": KEYS}).call()
+    prefix, suffix = call.parts
+    call.q[:], prefix.k[:], suffix.k[:] = 1.0, 0.0, 0.0
+    prefix.k[:, :, LATER] = 40 * math.log(2.0) / 4  # 16 features, scale 1/4
+    prefix.v[:, :, LATER], suffix.v[:] = 1e26, 1e38
+    o, lse = call(device, configs=[TWO_SEGMENTS["quick-tail"]])
+    assert o.isfinite().all()
+    assert_right((o, lse), call, quick=True)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_scale_that_is_0_in_float32(quick, device):
+    """Positive, but nothing may be multiplied by it that can be infinite."""
+    call = ONE.but(scale=1e-46).call()
+    assert_right(call(device, configs=[replace(QUICK, quick=quick)]), call)
 
 
 @pytest.mark.parametrize("page", [0, 4])

@@ -46,9 +46,9 @@ class Target:
 
 
 # CUDA C++ Programming Guide, table of technical specifications: shared memory a block may have.
-A100 = Target("sm_80", 80, DeviceLimits(processors=108, shared_memory=163 * 1024))
-H200 = Target("sm_90", 90, DeviceLimits(processors=132, shared_memory=227 * 1024))
-B200 = Target("sm_100", 100, DeviceLimits(processors=148, shared_memory=227 * 1024))
+A100 = Target("sm_80", 80, DeviceLimits(108, 163 * 1024, generation=8))
+H200 = Target("sm_90", 90, DeviceLimits(132, 227 * 1024, generation=9))
+B200 = Target("sm_100", 100, DeviceLimits(148, 227 * 1024, generation=10))
 
 
 @dataclass(frozen=True)
