@@ -11,8 +11,9 @@ from torch import fx
 from torch_cascade.compiler.graph import Emitter, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.attention import bound_arguments
-from torch_cascade.passes.axes import Dim, normalise, same_digits, whole
+from torch_cascade.passes.axes import ONE, Dim, normalise, same_digits, whole
 from torch_cascade.passes.blend_site import ReuseSite
+from torch_cascade.passes.site import AxisName
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
 from torch_cascade.passes.token_axis import RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier, contracts, is_result
@@ -21,6 +22,8 @@ from torch_cascade.passes.views import RULES
 
 aten = torch.ops.aten
 sdpa = torch.ops.cascade.sdpa.default
+
+_AXES: tuple[AxisName, ...] = ("n", "h", "k", "d")
 
 
 @dataclass(frozen=True)
@@ -119,11 +122,12 @@ def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | No
 
 def _reads(node: fx.Node, marker: fx.Node, index: int, sizes: Sizes) -> bool:
     """Whether head h of a node is head h // times of a result of the marker; nothing is moved."""
-    axes, read = ("n", "h", "k", "d"), shape(node)
-    kept = shape(marker.args[index])
-    strides = (1, read[1] / kept[1], 1, 1)
-    wanted = [whole(*given) for given in zip(axes, kept, strides, strict=True)]
-    dims = tuple(whole(axis, size) for axis, size in zip(axes, read, strict=True))
+    fresh, read = marker.args[index], shape(node)
+    assert isinstance(fresh, fx.Node)
+    kept = shape(fresh)
+    strides = (ONE, read[1] / kept[1], ONE, ONE)
+    wanted = [whole(*of) for of in zip(_AXES, kept, strides, strict=True)]
+    dims = tuple(whole(*of) for of in zip(_AXES, read, strict=True))
     while not (is_result(node) and node.args == (marker, index)):
         rule = RULES.get(node.target) if node.op == "call_function" else None
         source = None if rule is None else rule(node, dims, sizes)
@@ -134,8 +138,8 @@ def _reads(node: fx.Node, marker: fx.Node, index: int, sizes: Sizes) -> bool:
 
 
 def _alike(one: Dim, other: Dim, sizes: Sizes) -> bool:
-    digits = (normalise(dim.digits, sizes) for dim in (one, other))
-    return sizes.equal(one.offset, other.offset) and same_digits(*digits, sizes.equal)
+    found, asked = normalise(one.digits, sizes), normalise(other.digits, sizes)
+    return sizes.equal(one.offset, other.offset) and same_digits(found, asked, sizes.equal)
 
 
 def _attention_of(marker: fx.Node) -> fx.Node | None:

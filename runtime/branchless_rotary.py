@@ -145,10 +145,10 @@ def _same(module: nn.Module, stretch: Stretch) -> bool:
         with torch.no_grad():
             wanted = type(module).forward(usual, x, ends)
         got = _forward(branchless, stretch, x, ends)
-        frequencies = usual.inv_freq.float(), branchless.inv_freq  # type: ignore[operator]
-        pairs = [*zip(wanted, got, strict=True), frequencies]
+        tables = (cast("Tensor", each.inv_freq).float() for each in (usual, branchless))
+        pairs = [*zip(wanted, got, strict=True), tuple(tables)]
         longest = branchless.max_seq_len_cached  # a number if some other code has set it
         same = isinstance(longest, Tensor) and bool(longest == usual.max_seq_len_cached)
-        if not same or not all(torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
+        if not same or not all(torch.equal(a, b) for a, b in pairs):
             return False
     return True
