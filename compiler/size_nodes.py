@@ -43,3 +43,11 @@ class SizeNode:
     __mod__, __rmod__ = _forward(operator.mod), _reverse(operator.mod)
     __pow__, __rpow__ = _forward(operator.pow), _reverse(operator.pow)
     __neg__ = _forward(operator.neg)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> SizeNode:
+        """What torch has no Python operator for: `torch.sym_max`, `torch.sym_min`."""
+        own = next(arg for arg in args if isinstance(arg, SizeNode))
+        return own.apply(function, *args)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import Max
 
-from torch_cascade.compiler.graph import Emitter, Size, Sizes
+from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.blend_picked import Picked, find_picked, rows_along
@@ -55,8 +55,13 @@ class Exit:
         emit, dim = Emitter(self.node), self.rows.tokens.dim
         if self.one:
             return emit.call(aten.select.int, rows, dim, -self.last)
-        last = emit.call(aten.slice.Tensor, rows, dim, -self.last, _END)
+        last = emit.call(aten.slice.Tensor, rows, dim, self._start(shape(rows)[dim]), _END)
         return emit.call(prims.rev.default, last, [dim]) if self.flipped else last
+
+    def _start(self, count: Size) -> Size:
+        """Where the last n of so many rows begin; -0 would be the first of them."""
+        some = Sizes.of(self.node.graph).at_least(self.last, 1)
+        return -self.last if some else count - self.last
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,16 @@ def without_branches(model: nn.Module) -> tuple[str, ...]:
 
 
 def _remember(module: Any) -> None:
-    """The longest length so far as a tensor, int64 []: compiled code keeps its state in place."""
+    """The state as tensors of its own, as it is written in place: compiled code keeps it there.
+
+    The longest length so far, int64 [], and the frequencies, which transformers may have left as
+    a tensor of inference mode, or as the very tensor of those of short sequences.
+    """
     device = module.inv_freq.device
-    module.max_seq_len_cached = torch.as_tensor(module.max_seq_len_cached, device=device).clone()
+    with torch.inference_mode(False):
+        longest = torch.as_tensor(module.max_seq_len_cached, device=device)
+        module.max_seq_len_cached = longest.clone()
+        module.inv_freq = module.inv_freq.to(torch.float32, copy=True)
 
 
 def _stretch_of(module: nn.Module) -> Stretch | None:
@@ -89,12 +96,12 @@ def _stretch_of(module: nn.Module) -> Stretch | None:
     if getattr(module, "rope_type", None) != "dynamic" or "forward" in vars(module):
         return None
     parameters = list(inspect.signature(module.forward).parameters)
-    buffers = dict(module.named_buffers(recurse=False))
+    buffers = module._buffers  # by all names: one tensor may have two
     if parameters != ["x", "position_ids"] or not {"inv_freq", "original_inv_freq"} <= set(buffers):
         return None
     config: Any = module.config
     rope = config.rope_parameters
-    features = 2 * buffers["inv_freq"].shape[0]
+    features = 2 * cast("Tensor", buffers["inv_freq"]).shape[0]
     return Stretch(rope["rope_theta"], rope["factor"], config.max_position_embeddings, features)
 
 
@@ -107,6 +114,9 @@ def _forward(module: Any, stretch: Stretch, x: Tensor, position_ids: Tensor) -> 
 
 def _update(module: Any, stretch: Stretch, length: Tensor) -> None:
     """Longer than any before: stretched; short, after a long one: as at first; else as it was."""
+    if module.inv_freq.dtype != torch.float32:  # since `model.to(dtype)`; the formula's are float32
+        with torch.inference_mode(False):
+            module.inv_freq = module.inv_freq.to(torch.float32, copy=True)
     longest, first = module.max_seq_len_cached, module.original_max_seq_len
     grows = length > longest
     shrinks = (length < first) & (longest > first)
@@ -135,9 +145,10 @@ def _same(module: nn.Module, stretch: Stretch) -> bool:
         with torch.no_grad():
             wanted = type(module).forward(usual, x, ends)
         got = _forward(branchless, stretch, x, ends)
-        pairs = [*zip(wanted, got, strict=True), (usual.inv_freq, branchless.inv_freq)]
+        tables = (cast("Tensor", each.inv_freq).float() for each in (usual, branchless))
+        pairs = [*zip(wanted, got, strict=True), tuple(tables)]
         longest = branchless.max_seq_len_cached  # a number if some other code has set it
         same = isinstance(longest, Tensor) and bool(longest == usual.max_seq_len_cached)
-        if not same or not all(torch.equal(a, b) for a, b in pairs):  # type: ignore[arg-type]
+        if not same or not all(torch.equal(a, b) for a, b in pairs):
             return False
     return True

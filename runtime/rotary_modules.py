@@ -159,7 +159,9 @@ def preserved(rotaries: Sequence[Rotary]) -> Iterator[None]:
             module._buffers.clear()
             module._buffers.update(buffers)
         for buffer, content in contents:
-            buffer.copy_(content)
+            # A tensor of inference mode cannot be written outside it, nor has it been.
+            if torch.is_inference_mode_enabled() or not buffer.is_inference():
+                buffer.copy_(content)
 
 
 def _of_module(path: str, module: nn.Module) -> list[Rotary]:

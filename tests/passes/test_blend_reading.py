@@ -180,3 +180,54 @@ def test_keys_that_are_not_the_cached_ones_are_declined(side):
     assert record.declined is None
     with pytest.raises(Exception, match=r"selector <lambda>: ValueError: change\(\) is not known"):
         compiled(*call, selector=lambda facts: facts.change())
+
+
+# What an attention may read of the keys, or values, of two heads where it has four.
+REPEATED = {
+    "repeated": lambda x: x.repeat_interleave(2, 1),
+    "expanded": lambda x: x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, *x.shape[2:]),
+}
+OTHERS = {
+    "heads in turn": lambda x: x.repeat(1, 2, 1, 1),
+    "heads in turn, expanded": lambda x: x[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2),
+    "scaled": lambda x: x.repeat_interleave(2, 1) * 3,
+    "normed": lambda x: torch.nn.functional.normalize(x, dim=-1).repeat_interleave(2, 1),
+    "heads exchanged": lambda x: x.flip(1).repeat_interleave(2, 1),
+    "moved": lambda x: x.roll(1, 2).repeat_interleave(2, 1),
+}
+
+
+def reading(spelled, side):
+    """Three layers whose attention reads what is spelled of the keys or the values."""
+
+    def forward(q, k, v, cached, fresh):
+        for old in cached:
+            k, v = reuse_kv(k, v, *old, fresh)
+            read = [(spelled if name == side else REPEATED["repeated"])(x) for name, x in kv(k, v)]
+            q = q + torch.nn.functional.scaled_dot_product_attention(q, *read, is_causal=True)
+            k, v = k + q[:, ::2], v - q[:, 1::2]
+        return q[:, :, -1:]
+
+    return forward
+
+
+def kv(k, v):
+    return ("k", k), ("v", v)
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("name", REPEATED | OTHERS)
+def test_of_what_is_read_the_cached_copy_is_known_or_it_is_declined(name, side):
+    """Of other keys or heads, `change` would be of an attention that nobody computes."""
+    k, v, *old = torch.randn(8, 1, 2, 13, 6).unbind()
+    cached = list(zip(old[::2], old[1::2], strict=True))
+    spelled, fresh = (REPEATED | OTHERS)[name], torch.tensor([[11, 12]])
+    call = reading(spelled, side), torch.randn(1, 4, 13, 6), k, v, cached, fresh
+    _, record = compiled(*call, selector="change")
+    if name in REPEATED:
+        assert record.declined is None
+        return
+    assert record.declined.reason is Reason.SELECTOR
+    assert f"holds other {side} than those that are cached" in record.declined.detail
+    _, record = compiled(*call, selector="attention")
+    assert record.declined is None

@@ -113,3 +113,70 @@ def test_a_second_store_leaves_the_length():
     ChunkStore(model)
     assert model.model.rotary_emb.max_seq_len_cached == 100
     assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
+def used_in_inference_mode(model):
+    with torch.inference_mode():
+        model(torch.tensor([tokens(150)]))
+    return model
+
+
+def used_long_and_short(model):
+    with torch.no_grad():
+        model(torch.tensor([tokens(150)]))
+        model(torch.tensor([tokens(5)]))
+    return model
+
+
+BEFORE = {
+    "nothing": lambda model: model,
+    "another dtype": lambda model: model.to(torch.bfloat16),
+    "inference mode": used_in_inference_mode,
+    "one tensor for both": used_long_and_short,
+}
+AFTER = {
+    "nothing": lambda model: model,
+    "another dtype": lambda model: model.to(torch.bfloat16),
+    "inference mode": used_in_inference_mode,
+    "a copy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("after", AFTER)
+@pytest.mark.parametrize("before", BEFORE)
+def test_the_model_goes_on_as_without_a_store(before, after):
+    """transformers keeps float32 frequencies whatever dtype the model has had since."""
+    usual = BEFORE[before](CASES["dynamic"].model())
+    changed = copy.deepcopy(usual)
+    ChunkStore(changed)
+    assert "forward" in vars(changed.model.rotary_emb)
+    usual, changed = AFTER[after](usual), AFTER[after](changed)
+    for length in LENGTHS:
+        ids = torch.tensor([tokens(length)])
+        with torch.no_grad():
+            assert torch.equal(changed(ids).logits, usual(ids).logits), length
+
+
+def test_another_dtype_compiles_into_one_graph():
+    usual = CASES["dynamic"].model()
+    changed = copy.deepcopy(usual)
+    without_branches(changed)
+    usual, changed = usual.to(torch.bfloat16), changed.to(torch.bfloat16)
+    forward = torch.compile(changed, backend="eager", fullgraph=True, dynamic=True)
+    for number, length in enumerate(LENGTHS):
+        ids = torch.tensor([tokens(length)])
+        with torch.inference_mode(number % 2 == 0), torch.no_grad():
+            assert torch.equal(forward(ids).logits, usual(ids).logits), length
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_store_in_or_after_inference_mode(name):
+    model = used_in_inference_mode(CASES[name].model())
+    usual = copy.deepcopy(model)
+    ChunkStore(model)
+    with torch.inference_mode():
+        ChunkStore(model)
+    for length in LENGTHS:
+        ids = torch.tensor([tokens(length)])
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, usual(ids).logits), length
