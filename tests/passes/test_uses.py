@@ -138,7 +138,7 @@ def transposed(graph):
         with graph.inserting_after(dense):
             back = graph.call_function(aten.permute.default, (dense, [1, 0]))
             back.meta["val"] = dense.meta["val"].permute(1, 0)
-        node.replace_all_uses_with(back, delete_user_cb=turned.__ne__)
+        node.replace_all_uses_with(back, delete_user_cb=lambda user, kept=turned: user is not kept)
 
 
 def run(case, monkeypatch, dynamic=False):
