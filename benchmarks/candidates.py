@@ -8,6 +8,7 @@ from itertools import product
 
 from torch_cascade.benchmarks.rows import Heads, Row
 from torch_cascade.kernels.launch_config import (
+    QUICK_GENERATION,
     DeviceLimits,
     LaunchConfig,
     SlotConfig,
@@ -54,7 +55,8 @@ def enumerate_all(row: Row, heads: Heads, limits: DeviceLimits) -> list[LaunchCo
     made = [_with_tail(first, keys) for first, keys in product(firsts, tails)]
     seconds = [_suffix(suffix, keys, stages) for keys, stages in SUFFIX_TILES]
     made += [LaunchConfig((first, s), _warps(first)) for first, s in product(firsts, seconds)]
-    made += [replace(config, quick=True) for config in made]
+    if limits.generation == QUICK_GENERATION:  # for others it does not compile, or was slower
+        made += [replace(config, quick=True) for config in made]
     return [*dict.fromkeys(made)]
 
 

@@ -109,7 +109,7 @@ _START = 3
 _TALL_PRODUCTS = (9, 10)
 # The generation that `quick` is for. With the instructions of 8, which 9 has for less than 64 rows,
 # it was slower; for 10 Triton 3.6 fails to compile it.
-_QUICK = 9
+QUICK_GENERATION = 9
 # A suffix of up to this many keys, over all branches of a tile, is read as a tail of the prefix.
 _MOST_TAIL = 128
 
@@ -134,7 +134,7 @@ def attend_config(
     first = _slot(shapes[0], widths, limits)
     # It saves instructions, which count where several tiles of rows read the same keys.
     many = shapes[0].rows > first.block_m
-    quick = limits.generation == _QUICK and widths.q_bytes == 2 and many
+    quick = limits.generation == QUICK_GENERATION and widths.q_bytes == 2 and many
     if len(shapes) == 1:
         return LaunchConfig((first,), direct=alone and first.splits == 1, quick=quick)
     tail = nested and shapes[0].rows * shapes[1].kv_len <= _MOST_TAIL * shapes[1].rows

@@ -207,7 +207,7 @@ def attend_parts(
         high = tl.minimum(low + split_len_a, kv_len_a)
         if QUICK and RAW_A and MASK_a == 0 and not POSITIONS_a:
             state, low = attend_quick(
-                q_tile, state, kv_row, kv_head, low, high, scale, keys_a, kv_lens_a,
+                q_tile, kv_row, kv_head, low, high, scale, keys_a, kv_lens_a,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, LENS_a, PAGED_a, PRECISION, K_STEP_a, V_STEP_a,
                 STAGES_a,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_cascade.kernels.triton_step import LOG2E, empty_state, offsets
+from torch_cascade.kernels.triton_step import LOG2E, empty_state, keys_at, values_at
 
 FOLD = tl.constexpr(8)  # columns of a tile that sums and maxima are kept for: none is exchanged
 ROOM = tl.constexpr(2.0**100)  # outputs below leave room for any that a tail adds to them
@@ -24,7 +24,6 @@ ROOM = tl.constexpr(2.0**100)  # outputs below leave room for any that a tail ad
 @triton.jit
 def attend_quick(
     q_tile,
-    state,
     kv_row,
     kv_head,
     low,
@@ -46,13 +45,14 @@ def attend_quick(
 ):
     """(state after the keys [low, high) of KV row kv_row, first key that is still to be seen).
 
-    The given state has seen no key. What comes back is either the finished state and `high`, or
-    that empty state and `low`. It is one of `attend_run` with RAW: its `top` is to be multiplied by
-    the scale, and may be any reference that weights are relative to, not the largest score.
+    What comes back is either the finished state and `high`, or the empty state and `low`. It is one
+    of `attend_run` with RAW: its `top` is to be multiplied by the scale, and may be any reference
+    that weights are relative to, not the largest score.
     """
     # Weights are at most 2^LIMIT times those of the first tile: within the range of their dtype.
     LIMIT: tl.constexpr = 15 if q_tile.dtype == tl.float16 else 64
-    k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
+    k, v, k_row, k_head, k_key, v_row, v_head, v_key = keys[0:8]
+    paging = keys[8:11]
     d_k = tl.arange(0, PAD_K)
     d_v = tl.arange(0, PAD_V)
     k += kv_head.to(tl.int64) * k_head
@@ -60,19 +60,17 @@ def attend_quick(
     if LENS:
         high = tl.minimum(high, tl.load(kv_lens + kv_row)).to(tl.int32)
     factor = scale * LOG2E
-    top, _total, acc = state
-    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_M: tl.constexpr = q_tile.shape[0]
+    top, _total, acc = empty_state(BLOCK_M, PAD_V)
     totals = tl.zeros([BLOCK_M, FOLD], tl.float32)
     peaks = tl.full([BLOCK_M, FOLD], float("-inf"), tl.float32)
     for start in tl.range(low, high, BLOCK_N, num_stages=STAGES):
         key = start + tl.arange(0, BLOCK_N)
         in_range = key < high
-        k_base, k_at = offsets(
-            start, kv_row, key, in_range, k_row, k_key, table, table_stride, page_size,
-            BLOCK_N, PAGED, False, K_STEP,
+        k_tile = keys_at(
+            k, start, kv_row, key, in_range, k_row, k_key, paging, d_k,
+            D_K, BLOCK_N, PAGED, False, K_STEP,
         )  # fmt: skip
-        k_ok = in_range[None, :] if D_K == PAD_K else in_range[None, :] & (d_k < D_K)[:, None]
-        k_tile = tl.load(k + k_base + k_at[None, :] + d_k[:, None], mask=k_ok, other=0.0)
         scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
         if start + BLOCK_N > high:
             scores = tl.where(in_range[None, :], scores, float("-inf"))
@@ -84,12 +82,10 @@ def attend_quick(
         # After the subtraction: see `weigh` about scores that are multiplied before it.
         weights = tl.exp2((scores - top[:, None]) * factor)
         totals += tl.sum(tl.reshape(weights, [BLOCK_M, BLOCK_N // FOLD, FOLD]), 1)
-        v_base, v_at = offsets(
-            start, kv_row, key, in_range, v_row, v_key, table, table_stride, page_size,
-            BLOCK_N, PAGED, False, V_STEP,
+        v_tile = values_at(
+            v, start, kv_row, key, in_range, v_row, v_key, paging, d_v,
+            D_V, BLOCK_N, PAGED, False, V_STEP,
         )  # fmt: skip
-        v_ok = in_range[:, None] if D_V == PAD_V else in_range[:, None] & (d_v < D_V)[None, :]
-        v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
         weights = weights.to(q_tile.dtype)
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
     growth = (tl.max(peaks, 1) - top) * factor

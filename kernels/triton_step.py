@@ -86,6 +86,38 @@ def offsets(
 
 
 @triton.jit
+def keys_at(
+    k, start, row, key, in_range, row_stride, key_stride, paging, d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys [D padded, BLOCK_N], 0 beyond the head size and what is not in range."""
+    table, table_stride, page_size = paging
+    base, at = offsets(
+        start, row, key, in_range, row_stride, key_stride, table, table_stride, page_size,
+        BLOCK_N, PAGED, GROUPED, STEP,
+    )  # fmt: skip
+    ok = in_range[None, :] if D == d.shape[0] else in_range[None, :] & (d < D)[:, None]
+    return tl.load(k + base + at[None, :] + d[:, None], mask=ok, other=0.0)
+
+
+@triton.jit
+def values_at(
+    v, start, row, key, in_range, row_stride, key_stride, paging, d,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, PAGED: tl.constexpr, GROUPED: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """A tile of values [BLOCK_N, D padded], likewise."""
+    table, table_stride, page_size = paging
+    base, at = offsets(
+        start, row, key, in_range, row_stride, key_stride, table, table_stride, page_size,
+        BLOCK_N, PAGED, GROUPED, STEP,
+    )  # fmt: skip
+    ok = in_range[:, None] if D == d.shape[0] else in_range[:, None] & (d < D)[None, :]
+    return tl.load(v + base + at[:, None] + d[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
 def bounds_of(rows, seen, kv_len, WINDOW: tl.constexpr):
     """By positions, row i sees the keys [begin, end) of its segment: (position, begin, end)."""
     row_ok, batch, _head, token = rows
@@ -204,7 +236,8 @@ def attend_run(
     and a query row sees those of the KV row kv_row + owner only. Otherwise `owner` is not read.
     """
     top, total, acc = state
-    k, v, k_row, k_head, k_key, v_row, v_head, v_key, table, table_stride, page_size = keys
+    k, v, k_row, k_head, k_key, v_row, v_head, v_key = keys[0:8]
+    paging = keys[8:11]
     d_k = tl.arange(0, PAD_K)
     d_v = tl.arange(0, PAD_V)
     k += kv_head.to(tl.int64) * k_head
@@ -244,12 +277,10 @@ def attend_run(
             if LENS:  # what no length covers is not read
                 length = tl.load(seen[10] + row, mask=in_range, other=0)
                 in_range = in_range & (key < length)
-        k_base, k_at = offsets(
-            start, row, key, in_range, k_row, k_key, table, table_stride, page_size,
-            BLOCK_N, PAGED, GROUPED, K_STEP,
+        k_tile = keys_at(
+            k, start, row, key, in_range, k_row, k_key, paging, d_k,
+            D_K, BLOCK_N, PAGED, GROUPED, K_STEP,
         )  # fmt: skip
-        k_ok = in_range[None, :] if D_K == PAD_K else in_range[None, :] & (d_k < D_K)[:, None]
-        k_tile = tl.load(k + k_base + k_at[None, :] + d_k[:, None], mask=k_ok, other=0.0)
         scores = tl.dot(q_tile, k_tile.to(q_tile.dtype), input_precision=PRECISION)
 
         if SOFTCAP:
@@ -271,12 +302,10 @@ def attend_run(
         total = total * shrink + tl.sum(weights, 1)
         acc = acc * shrink[:, None]
 
-        v_base, v_at = offsets(
-            start, row, key, in_range, v_row, v_key, table, table_stride, page_size,
-            BLOCK_N, PAGED, GROUPED, V_STEP,
+        v_tile = values_at(
+            v, start, row, key, in_range, v_row, v_key, paging, d_v,
+            D_V, BLOCK_N, PAGED, GROUPED, V_STEP,
         )  # fmt: skip
-        v_ok = in_range[:, None] if D_V == PAD_V else in_range[:, None] & (d_v < D_V)[None, :]
-        v_tile = tl.load(v + v_base + v_at[:, None] + d_v[None, :], mask=v_ok, other=0.0)
         weights = weights.to(q_tile.dtype)
         acc = tl.dot(weights, v_tile.to(q_tile.dtype), acc, input_precision=PRECISION)
     if SCALED:

@@ -121,9 +121,14 @@ def _chosen(
         anchor = stage.question.attention
         asked = emit_question(stage.question, plan.site, anchor, made)
         tensors = asked.q, asked.k, asked.v, asked.mask
-        choice = replace(choice, is_causal=asked.is_causal, scale=asked.scale, flat=asked.flat)
         differs = stage.question.differs
-        choice = replace(choice, differs="" if differs is None else str(differs))
+        choice = replace(
+            choice,
+            is_causal=asked.is_causal,
+            scale=asked.scale,
+            flat=asked.flat,
+            differs="" if differs is None else str(differs),
+        )
     emit = Emitter(anchor)
     counts = emit.size(stage.count), emit.size(plan.exits.last)
     kept = set(plan.site.markers[0].graph.nodes)

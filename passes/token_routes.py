@@ -100,7 +100,7 @@ def _looked_up(node: fx.Node, rows: Rows) -> Route | None:
         return None
     ordered = replace(rows, sort=sort)
     taken = (bound(node)["self"], ordered), (sort, ordered)
-    return Route((Operand("self", None, taken[0]), Operand("indices", 0, taken[1])), _left)
+    return Route((Operand("self", None, taken[0]), Operand("indices", 0, taken[1])), _put_back)
 
 
 def _written(node: fx.Node, rows: Rows, sizes: Sizes) -> Route | Declined | None:
@@ -125,8 +125,9 @@ def _written(node: fx.Node, rows: Rows, sizes: Sizes) -> Route | Declined | None
 
 
 def _put_back(maker: Maker, node: fx.Node, rows: Rows, given: Arguments) -> fx.Node:
-    places = inverse_again(maker, given["indices"][0])
-    return maker.call(aten.index.Tensor, given["values"], [places])
+    """By looking up, also what was written: `x[inverse of p]` for `z[p] = x`."""
+    ordered = given["self" if node.target is aten.index.Tensor else "values"]
+    return maker.call(aten.index.Tensor, ordered, [inverse_again(maker, given["indices"][0])])
 
 
 def _added(maker: Maker, node: fx.Node, rows: Rows, given: Arguments) -> fx.Node:
@@ -139,11 +140,6 @@ def _scaled(rows: Rows, times: int) -> Rows:
     tokens, batch = rows.tokens, rows.batch
     batch = None if batch is None else replace(batch, inner=batch.inner * times)
     return replace(rows, tokens=replace(tokens, inner=tokens.inner * times), batch=batch)
-
-
-def _left(maker: Maker, node: fx.Node, rows: Rows, given: Arguments) -> fx.Node:
-    places = inverse_again(maker, given["indices"][0])
-    return maker.call(aten.index.Tensor, given["self"], [places])
 
 
 def _in_first(rows: Rows) -> bool:
@@ -199,7 +195,7 @@ def _grouped(node: fx.Node, rows: Rows, sizes: Sizes) -> Route | Declined:
     wrong = groups_of(given["offs"], rows.sort, shape(weight)[0], sizes)
     if wrong is not None:
         return mixed(node, wrong)
-    ordered = Operand(name, None, (x, rows)), Operand("offs", None, (rows.sort, _flat(rows)))
+    ordered = Operand(name, None, (x, rows)), Operand("offs", None, (rows.sort, _moved(rows, 0)))
     return Route(ordered, _multiplied)
 
 
@@ -224,12 +220,8 @@ def _offsets(maker: Maker, counts: Counts, sort: fx.Node) -> fx.Node:
     return offsets
 
 
-def _flat(rows: Rows) -> Rows:
-    """The same rows, in dim 0."""
-    return _moved(rows, 0)
-
-
 def _moved(rows: Rows, dim: int) -> Rows:
+    """The same rows, in another dim."""
     batch = None if rows.batch is None else rows.batch.at(dim)
     return replace(rows, tokens=rows.tokens.at(dim), batch=batch)
 

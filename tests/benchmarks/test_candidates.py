@@ -43,6 +43,7 @@ def test_every_combination_is_there():
 def test_both_loops_are_tried_of_everything():
     made = every(Row(1, 8, 32768, 4, 4))
     assert {c for c in made if c.quick} == {replace(c, quick=True) for c in made if not c.quick}
+    assert not any(c.quick for c in every(Row(1, 8, 32768, 4, 4), H200._replace(generation=10)))
 
 
 def test_tiles_of_the_suffix():

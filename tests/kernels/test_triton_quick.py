@@ -20,7 +20,7 @@ from support.triton_scenes import (
 
 from torch_cascade.kernels import triton_launch
 from torch_cascade.kernels.triton_quick import attend_quick
-from torch_cascade.kernels.triton_step import empty_state, result_of
+from torch_cascade.kernels.triton_step import result_of
 
 ONE = SMALL.but(parts=(PREFIX.but(branches=4, keys=40),))
 QUICK = launch(1, quick=True)
@@ -35,7 +35,7 @@ def one_tile(q, k, v, o, lse, seen, keys):
     zero = tl.program_id(0)
     where = (k, v, zero, zero, 16, zero, zero, 16, q, zero, 1)
     state, low = attend_quick(
-        tl.load(q + at), empty_state(16, 16), zero, zero, zero, keys, 1.0, where, q,
+        tl.load(q + at), zero, zero, zero, keys, 1.0, where, q,
         16, 16, 16, 16, 16, False, False, "ieee", 16, 16, 2,
     )  # fmt: skip
     result, logarithm = result_of(state, 1.0, True)

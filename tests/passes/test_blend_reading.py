@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import pytest
 import torch
-from support.blend_models import blended, expected, model_of, prompt_of
+from support.blend_choice import STAGES, assert_chooses
+from support.blend_models import expected, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, compiled, inputs
 from support.leave_one import change
 from support.tolerance import assert_close_to_reference
@@ -59,18 +60,6 @@ def queries(model, prompt, layer):
     return *found[layer], seen
 
 
-def assert_chooses(family, prompt, metric, exact_metric, **options):
-    """The pass blends at layer 1 as the oracle does with this metric."""
-    stages = {1: "0.15"}
-    got = blended(model_of(family), prompt, **options)
-    eager, rows = expected(model_of(family), prompt, stages, metric=metric)
-    model64 = model_of(family, torch.float64)
-    exact, same = expected(model64, prompt.to(torch.float64), stages, metric=exact_metric)
-    assert rows == same, "choose another seed: float32 decides otherwise"
-    assert_close_to_reference(got.logits, eager.logits, exact.logits)
-    assert rows != expected(model_of(family), prompt, stages)[1], "as by values"
-
-
 @pytest.mark.parametrize(("family", "padding"), [("Mistral", (0, 2)), ("Llama", ())])
 def test_the_attention_of_the_question(family, padding):
     """Of the fresh tokens only, averaged over heads; it weighs how far the values moved."""
@@ -83,7 +72,8 @@ def test_the_attention_of_the_question(family, padding):
     def metric(n, k, v, k_cached, v_cached):
         return mean[n].to(v) * ((v - v_cached) ** 2).sum((0, 2))
 
-    assert_chooses(family, prompt, metric, metric, selector="attention")
+    chosen = assert_chooses(family, prompt, metric, selector="attention")
+    assert chosen != expected(model_of(family), prompt, STAGES)[1], "as by values"
 
 
 @pytest.mark.parametrize(("family", "padding"), [("Qwen3", (0, 2)), ("Llama", ())])
@@ -103,7 +93,8 @@ def test_what_the_question_would_read_differently(family, padding):
         return metric
 
     metrics = metric_of(torch.float32), metric_of(torch.float64)
-    assert_chooses(family, prompt, *metrics, selector="change")
+    chosen = assert_chooses(family, prompt, metrics[0], exact_metric=metrics[1], selector="change")
+    assert chosen != expected(model_of(family), prompt, STAGES)[1], "as by values"
 
 
 def oracle(model, x, cached, fresh, stages):

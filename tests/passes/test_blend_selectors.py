@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.backend import last_compilation
-from support.blend_models import blended, expected, model_of, prompt_of
+from support.blend_choice import assert_chooses
+from support.blend_models import blended, model_of, prompt_of
 from support.blend_plain import Plain, compiled, inputs
-from support.tolerance import assert_close_to_reference
 
 from torch_cascade.compiler.option_values import SELECTORS
 from torch_cascade.compiler.options import Options
@@ -22,18 +22,6 @@ READS = r".*\n?.*expected plain torch code on the tensors of its facts, which ne
 OUTSIDE = torch.ones(14)
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]
-
-
-def assert_chooses(family, prompt, metric, stages=None, **options):
-    """The pass blends as the oracle does with this metric."""
-    stages = stages or {1: "0.15"}
-    got = blended(model_of(family), prompt, **options)
-    eager, rows = expected(model_of(family), prompt, stages, metric=metric)
-    model64 = model_of(family, torch.float64)
-    exact, same = expected(model64, prompt.to(torch.float64), stages, metric=metric)
-    assert rows == same, "choose another seed: float32 decides otherwise"
-    assert_close_to_reference(got.logits, eager.logits, exact.logits)
-    return rows
 
 
 def layer(length=13, batch=2, seed=5, dtype=torch.float32, **changes):
