@@ -25,6 +25,17 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    "smollm2-135m": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "vocab_size": 211,
         "hidden_size": 48,
@@ -101,7 +112,7 @@ def _random(
     """Weights are drawn on the device, in the dtype: seconds for eight billion."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**shapes, tie_word_embeddings=False)
+    config = LlamaConfig(**{"tie_word_embeddings": False} | shapes)
     config.num_hidden_layers = min(layers or config.num_hidden_layers, config.num_hidden_layers)
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
