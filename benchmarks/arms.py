@@ -14,12 +14,16 @@ REUSE = "reuse"
 CHECK = 1
 """The layer where plain selectors choose: the first whose keys depend on other tokens."""
 
-PLAIN = ("random", "heads", "k", "v", "kv", "attention", "change")
+PLAIN = ("random", "heads", "k", "v", "kv", "attention", "change", "question")
 GRADUAL = {
     "gradual v": ("v", {1: Fraction(2), 2: Fraction(4, 3), 3: None}),
     "gradual attention": ("attention", {1: Fraction(7, 3), 3: None}),
     "gradual change": (
         "change",
+        {1: Fraction(27, 10), 3: Fraction(13, 10), 5: Fraction(11, 10), 9: Fraction(1), 12: None},
+    ),
+    "gradual question": (
+        "question",
         {1: Fraction(27, 10), 3: Fraction(13, 10), 5: Fraction(11, 10), 9: Fraction(1), 12: None},
     ),
 }
@@ -73,6 +77,11 @@ def arm(name: str, ratio: Fraction, layers: int) -> Arm:
     stages = gradual(multiples, ratio, layers)
     written = {layer: str(value) for layer, value in stages.items()}
     return Arm(name, ratio, {"selector": selector, "check_layers": written})
+
+
+def selector_of(name: str) -> str:
+    """The option `selector` of an arm."""
+    return GRADUAL[name][0] if name in GRADUAL else name
 
 
 def rows(stages: dict[int, Fraction], layers: int) -> Fraction:

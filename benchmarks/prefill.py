@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from torch_cascade.benchmarks import arms
 from torch_cascade.benchmarks.decode import wait
 from torch_cascade.runtime.chunk_store import ChunkStore
 from torch_cascade.runtime.prefix_cache import cache_argument
@@ -65,12 +66,19 @@ class Prefill:
         backend: of torch.compile; None for eager.
         ratio: of cached tokens that are computed anew; None computes all, without a store.
         source: where the cached chunks are.
+        arm: how tokens are chosen, one of `arms.NAMES`.
     """
 
     name: str
     backend: str | None
     ratio: Fraction | None = None
     source: str = ""
+    arm: str = "v"
+
+    @property
+    def looks_ahead(self) -> bool:
+        """The question is computed twice: once to see where it looks."""
+        return bool(self.ratio) and arms.selector_of(self.arm) == "question"
 
     def forward(self, model: Any, dynamic: bool, mode: str | None) -> Callable[..., Any]:
         """The model, compiled or not; `cascade` refuses a model in which nothing is reused."""
@@ -78,7 +86,7 @@ class Prefill:
             return model  # type: ignore[no-any-return]
         options: dict[str, Any] = {}
         if self.ratio is not None:
-            options = {"recompute_ratio": str(self.ratio), "min_tokens": 0, "strict": True}
+            options = self._blend(model) | {"min_tokens": 0, "strict": True}
         if mode is not None:
             options |= torch._inductor.list_mode_options(mode, dynamic)
         compiled: Callable[..., Any] = torch.compile(
@@ -86,15 +94,27 @@ class Prefill:
         )
         return compiled
 
+    def _blend(self, model: Any) -> dict[str, Any]:
+        """Options that say which tokens are computed anew."""
+        assert self.ratio is not None
+        if self.arm == "v" or not 0 < self.ratio < 1:
+            return {"recompute_ratio": str(self.ratio)}
+        layers = model.config.get_text_config().num_hidden_layers
+        return arms.arm(self.arm, self.ratio, layers).options
 
-def ways(ratios: list[Fraction], sources: list[str]) -> list[Prefill]:
-    """All: in full, eager and compiled; then each ratio from each place."""
+
+def ways(
+    ratios: Sequence[Fraction], sources: Sequence[str], chosen: Sequence[str] = ("v",)
+) -> list[Prefill]:
+    """All: in full, eager and compiled; then each ratio from each place by each arm."""
     made = [Prefill("eager", None), Prefill("full", "inductor")]
     for source in sources:
-        made += [
-            Prefill(f"blend {float(ratio):g} {source}", "cascade", ratio, source)
-            for ratio in ratios
-        ]
+        for arm in chosen:
+            kind = "blend" if arm == "v" else arm
+            made += [
+                Prefill(f"{kind} {float(ratio):g} {source}", "cascade", ratio, source, arm)
+                for ratio in ratios
+            ]
     return made
 
 

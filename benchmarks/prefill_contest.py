@@ -140,11 +140,12 @@ class Contest:
         return Result(record.OK, time=Spread.of([1e3 * t for t in total]), details=details)
 
     def _work(self, race: Race, name: str) -> Floor:
-        ratio, tokens = race.alive[name].way.ratio, race.prompt.tokens
+        way, tokens = race.alive[name].way, race.prompt.tokens
+        ratio = way.ratio
         if ratio is None:
             return full_work(self.shapes, tokens, self.ceilings)
         check = CHECK_LAYER if ratio else -1
-        rows = Rows(tokens, self.options.question, ratio, check)
+        rows = Rows(tokens, self.options.question, ratio, check, way.looks_ahead)
         return blend_work(self.shapes, rows, self.ceilings)
 
 

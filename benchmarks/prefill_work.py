@@ -64,12 +64,14 @@ class Rows:
         fresh: those without a cached copy.
         ratio: of the others, how many are computed anew below the check layer.
         check: the check layer; -1 computes the fresh ones alone, in every layer.
+        ahead: the fresh ones run through the layers below the check layer once before.
     """
 
     tokens: int
     fresh: int
     ratio: Fraction
     check: int
+    ahead: bool = False
 
     @property
     def kept(self) -> int:
@@ -97,6 +99,9 @@ def blend_work(shapes: Shapes, rows: Rows, ceilings: Ceilings) -> Floor:
     question = every - cached * (cached + 1) / 2
     pairs = whole * every + below * ((rows.kept - rows.fresh) * (cached + 1) / 2 + question)
     attention = 4 * shapes.heads * shapes.dim * pairs
-    weights = (shapes.layers * shapes.weights + shapes.table) * shapes.element
+    ahead = max(below - 1, 0) if rows.ahead else 0
+    linear += 2 * shapes.weights * ahead * rows.fresh
+    attention += 4 * shapes.heads * shapes.dim * ahead * question
+    weights = ((shapes.layers + ahead) * shapes.weights + shapes.table) * shapes.element
     moved = weights + shapes.kv_bytes(cached) + shapes.kv_bytes(rows.tokens)
     return Floor.of(moved, linear + attention + 2 * shapes.table, ceilings)

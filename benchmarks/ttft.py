@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from torch_cascade.benchmarks import command, generate, models, prefill, record, tables
+from torch_cascade.benchmarks import arms, command, generate, models, prefill, record, tables
 from torch_cascade.benchmarks.prefill_contest import CHECK_LAYER, Contest
 from torch_cascade.benchmarks.record import Record
 
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "--question", type=command.at_least_one, default=64, help="tokens that are not cached"
     )
     made.add_argument("--ratios", type=_ratio, nargs="+", default=[Fraction(3, 20)])
+    made.add_argument("--arms", nargs="+", choices=arms.NAMES, default=["v"], metavar="ARM")
     made.add_argument(
         "--sources", nargs="+", choices=prefill.SOURCES, help="default: gpu; cpu without a GPU"
     )
@@ -91,7 +92,8 @@ def _run(options: argparse.Namespace) -> int:
     ceilings = generate.ceilings_of(options, dtype)
     loaded = models.load(options.model, options.layers, dtype, device)
     models.check_length(loaded.model, max(options.lengths))
-    engines = prefill.ways(options.ratios, options.sources)[1 if options.no_eager else 0 :]
+    engines = prefill.ways(options.ratios, options.sources, options.arms)
+    engines = engines[1 if options.no_eager else 0 :]
     made = Record("ttft", "ms", "L", _settings(options), ceilings, record.describe(device))
     path = options.json or record.default_path("ttft", device)
     say = functools.partial(console.print, markup=False, highlight=False)

@@ -23,6 +23,7 @@ def _details(blend: BlendRecord) -> Iterator[str]:
         yield f"{blend.tokens} tokens, {blend.fresh} of them without a cached copy"
     if blend.declined is None:
         yield "; ".join(runs(blend.layers))
+        yield from ahead(blend.ahead)
         yield from (_stage(stage, blend.selector) for stage in blend.stages)
     decided = blend.decision is not None and blend.decision.apply == (blend.declined is None)
     if blend.decision is not None and decided:
@@ -35,6 +36,13 @@ def _details(blend: BlendRecord) -> Iterator[str]:
         yield from refusal_lines(blend.declined)
     if explanation.remedy:
         yield f"What you can do: {explanation.remedy}"
+
+
+def ahead(layers: int) -> Iterator[str]:
+    """What runs before the choice, if anything does."""
+    if layers:
+        of = f"{layers} later layer{'s' if layers > 1 else ''}"
+        yield f"before the choice, tokens without a cached copy run through {of} over the copies"
 
 
 def runs(layers: tuple[str, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-SELECTORS = ("v", "k", "kv", "heads", "random", "attention", "change")
+SELECTORS = ("v", "k", "kv", "heads", "random", "attention", "change", "question")
 """Names that the option `selector` accepts (`torch_cascade.runtime.selection` has them)."""
 
 CheckLayers = tuple[tuple[int, Fraction | None], ...]

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 from xml.sax.saxutils import quoteattr
 
-from torch_cascade.compiler.blend_text import runs
+from torch_cascade.compiler.blend_text import ahead, runs
 from torch_cascade.compiler.markup import Markup, joined, scrolling, table, tag
 from torch_cascade.compiler.page_sites import decision_parts, what_to_do
 
@@ -33,6 +33,7 @@ def blend_section(blend: Content, maps: Sequence[Content] = ()) -> Markup:
     ]
     parts.append(tag("p", "; ".join(runs(tuple(layers)))))
     if blend["declined"] is None:
+        parts += [tag("p", line) for line in ahead(blend["ahead"])]
         parts += _bars(blend)
     if blend["stages"]:
         parts.append(table(["from layer", "share recomputed", "tokens", "now"], _stages(blend)))

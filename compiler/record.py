@@ -135,6 +135,7 @@ class BlendRecord:
         tokens, fresh: sizes of the prompt and of its part without a cached copy.
         selector: how rows are chosen.
         stages: where.
+        ahead: through how many layers the fresh tokens run before that, over cached copies.
         decision: whether it pays (None if a decline came first).
         declined: why nothing is reused; None if it is.
     """
@@ -146,6 +147,7 @@ class BlendRecord:
     fresh: str = ""
     selector: str = ""
     stages: tuple[StageRecord, ...] = ()
+    ahead: int = 0
     decision: Decision | None = None
     declined: Declined | None = None
 

@@ -35,6 +35,7 @@ The JSON of a report, version 1; "?" marks what may be null:
             node, where, tokens, fresh, selector   as in `compiler.record.BlendRecord`
             layers     list: "computed", "checked" or "reused" for each marked layer
             reused     how many of them are not computed for all tokens
+            ahead      number of layers that tokens without a copy run through before the choice
             stages     list: layer, ratio, rows, now? (see `compiler.record.StageRecord`)
             decision?, declined?   as of a site
         before       graph text before the passes ("" if the passes did not run)
@@ -229,6 +230,7 @@ def _blend(blend: BlendRecord, maps: list[CostMap]) -> dict[str, Any]:
         "tokens": blend.tokens,
         "fresh": blend.fresh,
         "selector": blend.selector,
+        "ahead": blend.ahead,
         "stages": [dataclasses.asdict(stage) for stage in blend.stages],
         "decision": None if blend.decision is None else _decision(blend.decision, maps),
         "declined": None if blend.declined is None else _declined(blend.declined),

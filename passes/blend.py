@@ -15,6 +15,7 @@ from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import BlendRecord, StageRecord, source_line
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.blend_ahead import Ahead
 from torch_cascade.passes.blend_emit import emit_blend
 from torch_cascade.passes.blend_plan import BlendPlan, Stage, plan_blend
 from torch_cascade.passes.blend_question import Question
@@ -23,7 +24,9 @@ from torch_cascade.passes.failures import Failures
 from torch_cascade.runtime.selection import (
     ASKING,
     NEEDS_CHUNKS,
+    REPLACING,
     SelectorError,
+    looks_ahead,
     resolve,
     selector_name,
 )
@@ -90,7 +93,14 @@ def _plan(graph: fx.Graph, site: ReuseSite, context: PassContext) -> BlendPlan |
         detail = f"{options.selector} needs chunks"
         return Declined(Reason.SELECTOR, site.markers[0].name, detail)
     asks = callable(options.selector) or options.selector in ASKING
-    plan = plan_blend(graph, site, options.stages(), context.sizes, asks=asks)
+    plan = plan_blend(
+        graph,
+        site,
+        options.stages(),
+        context.sizes,
+        asks=asks,
+        looks_ahead=looks_ahead(options.selector),
+    )
     if isinstance(plan, Declined):
         return plan
     unasked = _unasked(plan, options)  # a decline is false
@@ -102,8 +112,9 @@ def _unasked(plan: BlendPlan, options: Options) -> Declined | None:
     if options.selector not in ASKING:
         return None
     asked = [stage.question for stage in plan.stages if stage.question is not None]
-    differ = [q.differs for q in asked if isinstance(q, Question) and options.selector == "change"]
-    unknown = [x for x in (*asked, *differ) if isinstance(x, Declined)]
+    replaces = options.selector in REPLACING
+    differ = [q.asking.differs for q in asked if replaces and isinstance(q, Question)]
+    unknown = [x for x in (*asked, *differ, plan.ahead) if isinstance(x, Declined)]
     return unknown[0] if unknown else None
 
 
@@ -126,6 +137,7 @@ def _record(
         tokens="" if site is None else str(site.tokens),
         fresh="" if site is None else str(site.fresh),
         selector=selector_name(context.options.selector),
+        ahead=len(plan.ahead.layers) if plan is not None and isinstance(plan.ahead, Ahead) else 0,
         stages=() if plan is None else tuple(_stage(s, context.sizes) for s in plan.stages),
         decision=decision,
         declined=declined,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch._guards import tracing
 from torch_cascade.compiler.graph import Emitter, Sizes, fake_mode, value
 from torch_cascade.compiler.pass_base import ROLE, STAGE
 from torch_cascade.compiler.report import Declined
+from torch_cascade.passes.blend_ahead import Ahead, emit_ahead, mean_of
 from torch_cascade.passes.blend_exits import Exits
 from torch_cascade.passes.blend_plan import BlendPlan, Stage
 from torch_cascade.passes.blend_question import emit_question
@@ -40,8 +43,11 @@ def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Size
         first = Emitter(plan.stages[0].marker or plan.site.markers[0])
         wanted = [found.wanted(first, plan.site) for found in plan.exits.picked]
         named = first.call(aten.cat.default, wanted, 1) if wanted else None
+        looked: list[fx.Node] = []
+        if isinstance(plan.ahead, Ahead):
+            looked = emit_ahead(inliner, plan.ahead, plan.site)
         for stage in plan.stages:
-            layer = (*_layer(plan.site, stage, before, made), named)
+            layer = (*_layer(plan.site, stage, before, made), named, _later(plan, stage, looked))
             index, places = _chosen(inliner, plan, stage, layer, made, selector)
             narrowed = None if made is None else Narrowed(made, places)
             made, before = apply_rows(stage.plan, index, narrowed=narrowed), stage
@@ -103,6 +109,14 @@ def _layer(
     return k, v, k_cached, v_cached, site.fresh_rows, site.chunks, kept
 
 
+def _later(plan: BlendPlan, stage: Stage, looked: Sequence[fx.Node]) -> fx.Node | None:
+    """Where the fresh tokens look in the layers below a stage."""
+    below = looked[len(looked) - (len(plan.site.markers) - 1 - stage.layer) :]
+    if not below or stage.marker is None or not isinstance(plan.ahead, Ahead):
+        return None
+    return mean_of(Emitter(plan.ahead.anchor), below)
+
+
 def _chosen(
     inliner: Inliner,
     plan: BlendPlan,
@@ -114,14 +128,15 @@ def _chosen(
     """The rows of a stage, and their places among those of the one before."""
     anchor = stage.marker or plan.site.markers[0]
     tensors: tuple[fx.Node | None, ...] = ()
-    choice = _Choice(selector if stage.ratio else None, ranks=plan.ranks)
+    unseen = str(plan.ahead) if isinstance(plan.ahead, Declined) else ""
+    choice = _Choice(selector if stage.ratio else None, ranks=plan.ranks, unseen=unseen)
     if isinstance(stage.question, Declined):
         choice = replace(choice, unknown=str(stage.question))
     elif stage.question is not None and stage.ratio:
-        anchor = stage.question.attention
+        anchor = stage.question.asking.attention
         asked = emit_question(stage.question, plan.site, anchor, made)
         tensors = asked.q, asked.k, asked.v, asked.mask
-        differs = stage.question.differs
+        differs = stage.question.asking.differs
         choice = replace(
             choice,
             is_causal=asked.is_causal,
@@ -152,6 +167,7 @@ class _Choice:
         is_causal, scale, flat: of `Reading`.
         unknown: why it cannot be had.
         differs: why cached keys and values cannot take the place of those that it reads.
+        unseen: why the layers to come cannot be looked at.
         ranks: that choose together.
     """
 
@@ -161,6 +177,7 @@ class _Choice:
     flat: bool = False
     unknown: str = ""
     differs: str = ""
+    unseen: str = ""
     ranks: Ranks | None = None
 
     def __call__(
@@ -170,8 +187,9 @@ class _Choice:
         count: Any,
         exits: Any,
     ) -> tuple[Tensor, Tensor]:
-        known = replace(Layer(*layer), ranks=self.ranks)
+        known = replace(Layer(*layer), ranks=self.ranks, unseen=self.unseen)
 
+        @cache
         def reading() -> Reading:
             if not tensors:
                 raise SelectorError(f"how the prompt is read is not known here: {self.unknown}")
@@ -193,7 +211,7 @@ class _Choice:
 
 @contextmanager
 def _undone_on_error(graph: fx.Graph) -> Iterator[Collection[fx.Node]]:
-    """Give every node its arguments back and erase the new ones if the block raises."""
+    """Give every node its arguments and its place back and erase the new ones on an error."""
     kept = {node: (node.args, node.kwargs, node.meta.get("val")) for node in graph.nodes}
     try:
         yield kept
@@ -205,4 +223,6 @@ def _undone_on_error(graph: fx.Graph) -> Iterator[Collection[fx.Node]]:
         for node in reversed(list(graph.nodes)):
             if node not in kept:
                 graph.erase_node(node)
+        for before, node in pairwise(kept):
+            before.append(node)
         raise

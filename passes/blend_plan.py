@@ -12,6 +12,7 @@ from torch.utils._sympy.functions import FloorDiv, Min
 
 from torch_cascade.compiler.graph import Size, Sizes, size_expr
 from torch_cascade.compiler.report import Declined, Reason
+from torch_cascade.passes.blend_ahead import Ahead, plan_ahead
 from torch_cascade.passes.blend_exits import Exits, Maximum, find_exits
 from torch_cascade.passes.blend_question import Question, plan_question
 from torch_cascade.passes.blend_site import ReuseSite
@@ -56,6 +57,8 @@ class BlendPlan:
         exits: what leaves the graph.
         stages: in order.
         ranks: that have to choose the same rows; None for no others.
+        ahead: how the fresh tokens run ahead, for a selector that looks where they look then; or
+            why they cannot.
     """
 
     site: ReuseSite
@@ -63,6 +66,7 @@ class BlendPlan:
     exits: Exits
     stages: tuple[Stage, ...]
     ranks: Ranks | None = None
+    ahead: Ahead | Declined | None = None
 
 
 def plan_blend(
@@ -72,6 +76,7 @@ def plan_blend(
     sizes: Sizes,
     *,
     asks: bool = False,
+    looks_ahead: bool = False,
 ) -> BlendPlan | Declined:
     """Plan all stages, or say why that is not possible.
 
@@ -81,6 +86,7 @@ def plan_blend(
         stages: (layer, ratio) as `Options.stages` gives them.
         sizes: facts about the sizes.
         asks: the selector may ask what the fresh tokens look at.
+        looks_ahead: in later layers, too.
     """
     markers = _checks(site, stages)
     if isinstance(markers, Declined):
@@ -112,10 +118,14 @@ def plan_blend(
         earlier = {step.demand for step in plan.steps}
         count = row_count(site, ratio, exits.others)
         planned.append(Stage(layer, ratio, marker, count, plan, question))
-    ranks = ranks_of(stage.plan for stage in planned)
+    ahead = None
+    if looks_ahead and markers[0] is not None:
+        ahead = plan_ahead(graph, site, frontier, markers[0], sizes)
+    plans = [stage.plan for stage in planned]
+    ranks = ranks_of([*plans, ahead.plan] if isinstance(ahead, Ahead) else plans)
     if isinstance(ranks, Declined):
         return ranks
-    return BlendPlan(site, frontier, exits, tuple(planned), ranks)
+    return BlendPlan(site, frontier, exits, tuple(planned), ranks, ahead)
 
 
 def _checks(

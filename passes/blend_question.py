@@ -27,21 +27,32 @@ _AXES: tuple[AxisName, ...] = ("n", "h", "k", "d")
 
 
 @dataclass(frozen=True)
-class Question:
-    """The fresh tokens' rows of one attention, planned.
+class Asking:
+    """What has to be known of one attention, for the fresh tokens.
 
     Attributes:
-        attention: the `cascade::sdpa` of the check layer.
-        plan: how its rows are made.
+        attention: the `cascade::sdpa` of a marked layer.
         q, mask: the queries and the mask, with the rows; None for a mask that has none.
         differs: why what is cached cannot take the place of what is attended to; None where it can.
     """
 
     attention: fx.Node
-    plan: RowPlan
     q: Demand
     mask: Demand | None
     differs: Declined | None = None
+
+    @property
+    def demands(self) -> list[Demand]:
+        """The rows that are wanted."""
+        return [self.q] if self.mask is None else [self.q, self.mask]
+
+
+@dataclass(frozen=True)
+class Question:
+    """The fresh tokens' rows of a check layer's attention, planned."""
+
+    asking: Asking
+    plan: RowPlan
 
 
 @dataclass(frozen=True)
@@ -75,29 +86,35 @@ def plan_question(
         earlier: rows that exist, of which these are some; none at the first.
         sizes: facts about the sizes.
     """
-    attention = _attention_of(marker)
-    if attention is None or len(shape(attention)) != 4:
-        return _unknown(marker, "its attention is no 4-D scaled_dot_product_attention")
-    given = bound_arguments(attention)
-    if not isinstance(given["scale"], (float, int, type(None))):
-        return _unknown(attention, "the scale of its attention is no number")
-    each = None if site.each is None else Axis(0, site.each)
-    q = given["q"], Rows(Axis(2, site.tokens), each)
-    mask = _mask_rows(given["attn_mask"], site, sizes)
-    if not sizes.equal(shape(given["q"])[2], site.tokens):
-        return _unknown(attention, f"its queries {list(shape(given['q']))} are not all tokens")
+    asking = asking_of(marker, site, sizes)
+    if isinstance(asking, Declined):
+        return asking
     plan = plan_rows(
         graph,
         frontier,
         tokens=site.tokens,
         batch=site.each,
-        rows=[q] if mask is None else [q, mask],
+        rows=asking.demands,
         earlier=earlier,
         sizes=sizes,
     )
-    if isinstance(plan, Declined):
-        return plan
-    return Question(attention, plan, q, mask, _differs(marker, attention, sizes))
+    return plan if isinstance(plan, Declined) else Question(asking, plan)
+
+
+def asking_of(marker: fx.Node, site: ReuseSite, sizes: Sizes) -> Asking | Declined:
+    """What the attention of a marked layer takes."""
+    attention = _attention_of(marker)
+    if attention is None or len(shape(attention)) != 4:
+        return unknown(marker, "its attention is no 4-D scaled_dot_product_attention")
+    given = bound_arguments(attention)
+    if not isinstance(given["scale"], (float, int, type(None))):
+        return unknown(attention, "the scale of its attention is no number")
+    if not sizes.equal(shape(given["q"])[2], site.tokens):
+        return unknown(attention, f"its queries {list(shape(given['q']))} are not all tokens")
+    each = None if site.each is None else Axis(0, site.each)
+    q = given["q"], Rows(Axis(2, site.tokens), each)
+    mask = _mask_rows(given["attn_mask"], site, sizes)
+    return Asking(attention, q, mask, _differs(marker, attention, sizes))
 
 
 def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | None:
@@ -113,10 +130,10 @@ def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | No
         same = zip((batch, *rest), (rows, *others), strict=True)
         if heads % fewer != 0 or not all(sizes.equal(x, y) for x, y in same):
             found = f"its attention reads {list(shape(read))}, but {list(shape(kept))} are cached"
-            return _unknown(attention, found)
+            return unknown(attention, found)
         if not _reads(read, marker, index, sizes):
             found = f"{read.name} holds other {name} than those that are cached, or other heads"
-            return _unknown(attention, f"its attention reads them changed: {found}")
+            return unknown(attention, f"its attention reads them changed: {found}")
     return None
 
 
@@ -179,14 +196,18 @@ def emit_question(
     if made is not None:
         index, places = _places(Emitter(anchor), made.index, site.fresh_rows)
         narrowed = Narrowed(made, places)
-    rows = apply_rows(question.plan, index, narrowed=narrowed)
-    given = bound_arguments(question.attention)
+    return asked_of(question.asking, site, apply_rows(question.plan, index, narrowed=narrowed))
+
+
+def asked_of(asking: Asking, site: ReuseSite, rows: MadeRows) -> Asked:
+    """What was asked for, of the rows that were made."""
+    given = bound_arguments(asking.attention)
     mask: fx.Node | None = given["attn_mask"]
     flat = False
-    if question.mask is not None:
-        mask = rows.of(*question.mask)
-        flat = site.each is not None and question.mask[1].batch is None
-    q = rows.of(*question.q)
+    if asking.mask is not None:
+        mask = rows.of(*asking.mask)
+        flat = site.each is not None and asking.mask[1].batch is None
+    q = rows.of(*asking.q)
     return Asked(q, given["k"], given["v"], mask, given["is_causal"], given["scale"], flat)
 
 
@@ -199,5 +220,6 @@ def _places(emit: Emitter, kept: fx.Node, fresh: fx.Node) -> tuple[fx.Node, fx.N
     return emit.call(aten.gather.default, kept, 1, places), places
 
 
-def _unknown(node: fx.Node, detail: str) -> Declined:
+def unknown(node: fx.Node, detail: str) -> Declined:
+    """How a prompt is read cannot be told."""
     return Declined(Reason.SELECTOR, node.name, detail)

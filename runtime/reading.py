@@ -6,6 +6,7 @@ Traced into the compiled graph, for the selectors that ask.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Reading:
         is_causal: key j is visible to a query at or after it only.
         scale: factor of the scores; None for 1/sqrt(D).
         flat: the mask is [.., N * F, L], with the queries of all batch rows.
+        short: scores are of the dtype of q rather than float32, which is faster.
         differs: why what is cached is no key or value as these are; "" where it is.
     """
 
@@ -41,11 +43,16 @@ class Reading:
     is_causal: bool = False
     scale: float | None = None
     flat: bool = False
+    short: bool = False
     differs: str = ""
 
     def attention(self) -> Tensor:
         """The mean probability that the queries give each key, [N, L]."""
-        return self._weights().mean((1, 2))
+        return self._weights.mean((1, 2))
+
+    def peak_attention(self) -> Tensor:
+        """The highest probability that a query gives each key, averaged over heads, [N, L]."""
+        return self._weights.amax(2).mean(1)
 
     def change(self, k_cached: Tensor, v_cached: Tensor) -> Tensor:
         """How far attention's output moves where one token alone keeps its cached copy, [N, L].
@@ -73,7 +80,7 @@ class Reading:
         if self.differs:
             raise ValueError(f"change() is not known here: {self.differs}")
         kind = self._kind()
-        weights = self._grouped(self._weights())
+        weights = self._grouped(self._weights)
         k, v = self.k.to(kind)[:, :, None], self.v.to(kind)[:, :, None]
         old_k, old_v = self._by_head(k_cached), self._by_head(v_cached)
         gain = (self._queries() @ (old_k - k).transpose(-1, -2)).clamp(LOWEST, HIGHEST).exp()
@@ -104,12 +111,16 @@ class Reading:
         times = self.k.shape[1] // cached.shape[1]
         return cached.to(self._kind()).repeat_interleave(times, 1)[:, :, None]
 
+    @cached_property
     def _weights(self) -> Tensor:
         """Probabilities [N, Hq, F, L]; zeros of a query that sees nothing."""
-        k, mask, kind = self.k.to(self._kind()), self.mask, self._kind()
+        kind, mask = self._kind(), self.mask
+        short = self.q.dtype if self.short else kind
+        k = self.k.to(short)
         if mask is not None and self.flat:
             mask = mask.reshape(-1, *self.fresh_rows.shape, mask.shape[-1]).transpose(0, 1)
-        scores = (self._queries() @ k[:, :, None].transpose(-1, -2)).flatten(1, 2)
+        scores = (self._queries().to(short) @ k[:, :, None].transpose(-1, -2)).to(kind)
+        scores = scores.flatten(1, 2)
         if self.is_causal:
             keys = torch.arange(k.shape[2], device=k.device)
             visible = keys <= self.fresh_rows[:, None, :, None]

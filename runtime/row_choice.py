@@ -35,7 +35,10 @@ class Layer:
         fresh_rows, chunks: as in `reuse_kv`.
         kept: int64 [N, K], ascending: which tokens the rows are; None for all.
         wanted: int64 [N, n], tokens that results are asked of, beside the last ones.
+        later: [N, L], the same as the highest probability that a fresh token gives each key, but
+            the mean of later layers; None where the fresh tokens were not run ahead.
         ranks: hold other heads of the same tokens; None for no others.
+        unseen: why they cannot be run ahead.
     """
 
     k: Tensor
@@ -46,7 +49,9 @@ class Layer:
     chunks: Tensor | None = None
     kept: Tensor | None = None
     wanted: Tensor | None = None
+    later: Tensor | None = None
     ranks: Ranks | None = None
+    unseen: str = ""
 
     def facts(self, reading: Callable[[], Reading]) -> Facts:
         """What selectors are told; `reading` is of all L keys."""
@@ -63,6 +68,8 @@ class Layer:
             chunks=None if self.chunks is None else self._kept(self.chunks),
             offsets=None if offsets is None else self._kept(offsets),
             attention=lambda: self._kept(self._averaged(reading().attention())),
+            peak_attention=lambda: self._kept(self._averaged(reading().peak_attention())),
+            later_peak_attention=lambda: self._kept(self._averaged(self._ahead())),
             change=lambda: self._kept(self._changed(reading())),
         )
 
@@ -92,6 +99,12 @@ class Layer:
         forced = forced | (positions >= positions.shape[1] - exits)
         scores = scores.masked_fill(self._kept(forced), torch.inf)
         return scores.sort(dim=1, descending=True, stable=True).indices
+
+    def _ahead(self) -> Tensor:
+        if self.later is not None:
+            return self.later
+        why = self.unseen or "the selector has no attribute `looks_ahead` that is true"
+        raise ValueError(f"later_peak_attention() is not known here: {why}")
 
     def _averaged(self, x: Tensor) -> Tensor:
         return x if self.ranks is None else self.ranks.averaged(x)

@@ -40,6 +40,11 @@ class Facts:
         offsets: int64 [N, L], how many tokens of its chunk stand before it; None without chunks.
         attention: called, gives [N, L]: the mean probability that the fresh tokens give each key
             at the check layer, over heads and fresh tokens. Computed only where it is called.
+        peak_attention: likewise the highest that a fresh token gives, averaged over heads.
+        later_peak_attention: called, gives [N, L]: the mean of the same over all layers below the
+            check layer, where the fresh tokens run over the cached copies of all others. Known to
+            selectors with an attribute `looks_ahead` that is true: it takes that the fresh tokens
+            are computed twice.
         change: called, gives [N, L]: how far the output of the check layer's attention would move
             if this token alone kept its cached key and value; the longest move of all fresh tokens,
             summed over heads. Computed only where it is called.
@@ -51,11 +56,15 @@ class Facts:
     chunks: Tensor | None
     offsets: Tensor | None
     attention: Callable[[], Tensor]
+    peak_attention: Callable[[], Tensor]
+    later_peak_attention: Callable[[], Tensor]
     change: Callable[[], Tensor]
 
 
 class Selector(Protocol):
     """Scores tokens: higher is recomputed first. It may have a `name` for reports.
+
+    With an attribute `looks_ahead` that is true it may ask for `Facts.later_peak_attention`.
 
     With a method `uuid() -> str | None` the compiled graph is cached under it; without one the
     graph is not cached at all, as the code of a callable has no key.
@@ -122,6 +131,16 @@ def by_change(facts: Facts) -> Tensor:
     return facts.change()
 
 
+def by_question(facts: Facts) -> Tensor:
+    """What the fresh tokens would read differently, weighed by how much more they look there later.
+
+    A change at the check layer is one of that layer's attention. This is what it would be with the
+    attention of the layers to come.
+    """
+    least = torch.finfo(torch.float32).tiny  # a token that nobody looks at changes nothing
+    return facts.change() * facts.later_peak_attention() / facts.peak_attention().clamp_min(least)
+
+
 BUILT_IN: Mapping[str, Selector] = {
     "v": by_values,
     "k": by_keys,
@@ -130,6 +149,7 @@ BUILT_IN: Mapping[str, Selector] = {
     "random": by_chance,
     "attention": by_attention,
     "change": by_change,
+    "question": by_question,
 }
 """The selectors that the option `selector` knows by name."""
 
@@ -137,8 +157,10 @@ ROUNDING = 1e-3
 """Of the largest deviation: a squared one in bfloat16 that is rounding stays far below."""
 
 NEEDS_CHUNKS = frozenset({"heads"})
-ASKING = frozenset({"attention", "change"})
+ASKING = frozenset({"attention", "change", "question"})
 """Those that ask how the fresh tokens read the prompt; a callable may."""
+REPLACING = frozenset({"change", "question"})
+"""Those that ask what a cached copy would change."""
 
 
 def _in_exact_chunk(facts: Facts) -> Tensor:
@@ -161,6 +183,11 @@ def _hashed(x: Tensor) -> Tensor:
     for _ in range(3):
         x = ((x ^ (x >> 16)) * 73244475) & 0xFFFFFFFF
     return (x >> 8).to(torch.float32) * 2.0**-24
+
+
+def looks_ahead(selector: object) -> bool:
+    """Whether a selector, or the name of one, is told where the fresh tokens look later."""
+    return selector == "question" or bool(getattr(selector, "looks_ahead", False))
 
 
 def selector_name(selector: object) -> str:

@@ -53,11 +53,12 @@ def test_attention():
 
     def plain(q, k):
         scores = q @ k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
-        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0).mean((1, 2))
+        return scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0)
 
-    got = reading.attention()
-    exact = plain(reading.q.double(), reading.k.double())
-    assert_close_to_reference(got, plain(reading.q, reading.k), exact)
+    got, peak = reading.attention(), reading.peak_attention()
+    eager, exact = plain(reading.q, reading.k), plain(reading.q.double(), reading.k.double())
+    assert_close_to_reference(got, eager.mean((1, 2)), exact.mean((1, 2)))
+    assert_close_to_reference(peak, eager.amax(2).mean(1), exact.amax(2).mean(1))
     flat = reading.mask.transpose(0, 1).reshape(1, N * F, L)
     assert torch.equal(replace(reading, mask=flat, flat=True).attention(), got)
     added = torch.where(reading.mask, 0.0, -math.inf)
@@ -98,6 +99,9 @@ def test_short_dtypes_are_computed_in_float32():
     short = reading_of(torch.bfloat16)
     assert short.change(*cached_of(short)).dtype == torch.float32
     assert short.attention().dtype == torch.float32
+    rough, exact = replace(short, short=True).peak_attention(), short.peak_attention()
+    assert rough.dtype == torch.float32 and not torch.equal(rough, exact)
+    assert ((rough - exact).abs() <= exact / 64).all()  # a unit of bfloat16 in scores of 2 to 4
 
 
 def test_other_keys_than_the_cached_ones_are_an_error():
