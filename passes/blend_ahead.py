@@ -19,7 +19,7 @@ from torch_cascade.passes.attention import bound_arguments
 from torch_cascade.passes.blend_question import Asked, Asking, asked_of, asking_of, unknown
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
-from torch_cascade.passes.token_apply import MadeRows, apply_rows
+from torch_cascade.passes.token_apply import apply_rows
 from torch_cascade.passes.token_axis import RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier, ancestors, contracts
 from torch_cascade.passes.token_rows import Demand
@@ -35,14 +35,12 @@ class Ahead:
     Attributes:
         anchor: the attention of the check layer, before which all is written.
         frontier: of the check layer.
-        markers: of the layers below it.
-        layers: their attention.
+        layers: those below it.
         plan: how their rows are made.
     """
 
     anchor: fx.Node
     frontier: Frontier
-    markers: tuple[fx.Node, ...]
     layers: tuple[Asking, ...]
     plan: RowPlan
 
@@ -73,7 +71,7 @@ def plan_ahead(
     plan = _planned(graph, site, frontier, found, sizes)
     if isinstance(plan, Declined):
         return plan
-    return Ahead(first.attention, frontier, markers, tuple(found), plan)
+    return Ahead(first.attention, frontier, tuple(found), plan)
 
 
 def _planned(
@@ -112,9 +110,8 @@ def emit_ahead(inliner: Inliner, ahead: Ahead, site: ReuseSite) -> list[fx.Node]
     plan = _planned(graph, site, frontier, layers, sizes)
     assert not isinstance(plan, Declined), f"planned for the originals: {plan}"
     made = apply_rows(plan, site.fresh_rows)
-    asked = [asked_of(asking, site, made) for asking in layers]
-    keys = [_keys(*of, copies, made) for of in zip(ahead.markers, layers, asked, strict=True)]
-    peaks = [_peaks(inliner, ahead, site, one, k) for one, k in zip(asked, keys, strict=True)]
+    asked = [asked_of(asking, site, made, made.fused[asking.marker]) for asking in layers]
+    peaks = [_peaks(inliner, ahead, site, one) for one in asked]
     _erase(graph, below)
     return peaks
 
@@ -143,23 +140,14 @@ def _of_copies(asking: Asking, copies: dict[fx.Node, fx.Node]) -> Asking:
         return copies.get(demand[0], demand[0]), demand[1]
 
     mask = None if asking.mask is None else moved(asking.mask)
-    return replace(asking, attention=copies[asking.attention], q=moved(asking.q), mask=mask)
+    marker, attention = copies[asking.marker], copies[asking.attention]
+    return replace(asking, marker=marker, attention=attention, q=moved(asking.q), mask=mask)
 
 
-def _keys(
-    marker: fx.Node,
-    asking: Asking,
-    asked: Asked,
-    copies: dict[fx.Node, fx.Node],
-    made: MadeRows,
-) -> fx.Node:
-    """The keys of a layer, before each was repeated for the query heads that read it."""
-    return asked.k if asking.differs is not None else made.fused[copies[marker]][0]
-
-
-def _peaks(inliner: Inliner, ahead: Ahead, site: ReuseSite, asked: Asked, keys: fx.Node) -> fx.Node:
+def _peaks(inliner: Inliner, ahead: Ahead, site: ReuseSite, asked: Asked) -> fx.Node:
     looked = _Looked(asked.is_causal, asked.scale, asked.flat)
-    call = Call(looked, (asked.q, keys, asked.mask, site.fresh_rows))
+    call = Call(looked, (asked.q, asked.k, asked.mask, site.fresh_rows))
+    found: fx.Node
     (found,) = inliner.inline(call, ahead.anchor)
     return found
 

@@ -31,11 +31,13 @@ class Asking:
     """What has to be known of one attention, for the fresh tokens.
 
     Attributes:
-        attention: the `cascade::sdpa` of a marked layer.
+        marker: of the layer.
+        attention: its `cascade::sdpa`.
         q, mask: the queries and the mask, with the rows; None for a mask that has none.
         differs: why what is cached cannot take the place of what is attended to; None where it can.
     """
 
+    marker: fx.Node
     attention: fx.Node
     q: Demand
     mask: Demand | None
@@ -114,7 +116,7 @@ def asking_of(marker: fx.Node, site: ReuseSite, sizes: Sizes) -> Asking | Declin
     each = None if site.each is None else Axis(0, site.each)
     q = given["q"], Rows(Axis(2, site.tokens), each)
     mask = _mask_rows(given["attn_mask"], site, sizes)
-    return Asking(attention, q, mask, _differs(marker, attention, sizes))
+    return Asking(marker, attention, q, mask, _differs(marker, attention, sizes))
 
 
 def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | None:
@@ -196,19 +198,36 @@ def emit_question(
     if made is not None:
         index, places = _places(Emitter(anchor), made.index, site.fresh_rows)
         narrowed = Narrowed(made, places)
-    return asked_of(question.asking, site, apply_rows(question.plan, index, narrowed=narrowed))
+    marker = question.asking.marker
+    whole = _results(marker) if made is None else made.fused[marker]
+    rows = apply_rows(question.plan, index, narrowed=narrowed)
+    return asked_of(question.asking, site, rows, whole)
 
 
-def asked_of(asking: Asking, site: ReuseSite, rows: MadeRows) -> Asked:
-    """What was asked for, of the rows that were made."""
+def _results(marker: fx.Node) -> tuple[fx.Node, ...]:
+    """Keys and values of a marker; those that are read."""
+    found = {user.args[1]: user for user in marker.users if is_result(user)}
+    return tuple(found[index] for index in (0, 1) if index in found)
+
+
+def asked_of(asking: Asking, site: ReuseSite, rows: MadeRows, whole: tuple[fx.Node, ...]) -> Asked:
+    """What was asked for, of the rows that were made.
+
+    Args:
+        asking: of a layer.
+        site: the marked layers.
+        rows: of the queries and the mask.
+        whole: the layer's keys and values, which its attention may read repeated for its heads.
+    """
     given = bound_arguments(asking.attention)
+    k, v = whole if asking.differs is None else (given["k"], given["v"])
     mask: fx.Node | None = given["attn_mask"]
     flat = False
     if asking.mask is not None:
         mask = rows.of(*asking.mask)
         flat = site.each is not None and asking.mask[1].batch is None
     q = rows.of(*asking.q)
-    return Asked(q, given["k"], given["v"], mask, given["is_causal"], given["scale"], flat)
+    return Asked(q, k, v, mask, given["is_causal"], given["scale"], flat)
 
 
 def _places(emit: Emitter, kept: fx.Node, fresh: fx.Node) -> tuple[fx.Node, fx.Node]:

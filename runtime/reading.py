@@ -80,10 +80,10 @@ class Reading:
         if self.differs:
             raise ValueError(f"change() is not known here: {self.differs}")
         kind = self._kind()
-        weights = self._grouped(self._weights)
-        k, v = self.k.to(kind)[:, :, None], self.v.to(kind)[:, :, None]
+        k, v, queries = self.k.to(kind), self.v.to(kind), self._packed(self._queries())
         old_k, old_v = self._by_head(k_cached), self._by_head(v_cached)
-        gain = (self._queries() @ (old_k - k).transpose(-1, -2)).clamp(LOWEST, HIGHEST).exp()
+        weights = self._packed(self._weights)
+        gain = (queries @ (old_k - k).transpose(-1, -2)).clamp(LOWEST, HIGHEST).exp()
         out, moved, lost = weights @ v, v - old_v, 1 - gain
         # |moved + lost * (old_v - out)|, without a tensor of [.., F, L, Dv].
         across = (moved * old_v).sum(-1)[..., None, :] - out @ moved.transpose(-1, -2)
@@ -91,25 +91,25 @@ class Reading:
         apart = apart + _squared(out)[..., None]
         length = _squared(moved)[..., None, :] + lost * (2 * across + lost * apart)
         share = weights / (1 - weights + weights * gain)
-        return (share * length.clamp_min(0).sqrt()).amax(-2).sum((1, 2))
+        moves = (share * length.clamp_min(0).sqrt()).view_as(self._weights)
+        return moves.amax(2).sum(1)
 
     def _kind(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
     def _queries(self) -> Tensor:
-        """Scaled, [N, Hkv, Hq // Hkv, F, D]."""
+        """Scaled, [N, Hq, F, D]."""
         factor = float(self.q.shape[-1] ** -0.5) if self.scale is None else self.scale
-        return self._grouped(self.q.to(self._kind())) * factor
+        return self.q.to(self._kind()) * factor
 
-    def _grouped(self, x: Tensor) -> Tensor:
-        """[N, Hkv, Hq // Hkv, ...] of [N, Hq, ...]."""
-        heads = self.k.shape[1]
-        return x.reshape(x.shape[0], heads, x.shape[1] // heads, *x.shape[2:])
+    def _packed(self, x: Tensor) -> Tensor:
+        """[N, Hkv, Hq // Hkv * F, ..] of [N, Hq, F, ..]: a product repeats no head of keys."""
+        return x.reshape(x.shape[0], self.k.shape[1], -1, x.shape[3])
 
     def _by_head(self, cached: Tensor) -> Tensor:
-        """[N, Hkv, 1, L, D] of what is cached for fewer heads."""
+        """[N, Hkv, L, D] of what is cached for fewer heads."""
         times = self.k.shape[1] // cached.shape[1]
-        return cached.to(self._kind()).repeat_interleave(times, 1)[:, :, None]
+        return cached.to(self._kind()).repeat_interleave(times, 1)
 
     @cached_property
     def _weights(self) -> Tensor:
@@ -119,8 +119,8 @@ class Reading:
         k = self.k.to(short)
         if mask is not None and self.flat:
             mask = mask.reshape(-1, *self.fresh_rows.shape, mask.shape[-1]).transpose(0, 1)
-        scores = (self._queries().to(short) @ k[:, :, None].transpose(-1, -2)).to(kind)
-        scores = scores.flatten(1, 2)
+        scores = (self._packed(self._queries().to(short)) @ k.transpose(-1, -2)).to(kind)
+        scores = scores.view(*self.q.shape[:3], k.shape[2])
         if self.is_causal:
             keys = torch.arange(k.shape[2], device=k.device)
             visible = keys <= self.fresh_rows[:, None, :, None]
