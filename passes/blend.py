@@ -24,7 +24,6 @@ from torch_cascade.passes.failures import Failures
 from torch_cascade.runtime.selection import (
     ASKING,
     NEEDS_CHUNKS,
-    REPLACING,
     SelectorError,
     looks_ahead,
     resolve,
@@ -109,11 +108,11 @@ def _plan(graph: fx.Graph, site: ReuseSite, context: PassContext) -> BlendPlan |
 
 def _unasked(plan: BlendPlan, options: Options) -> Declined | None:
     """Why a named selector cannot be told what it asks. A callable is told if it asks."""
-    if options.selector not in ASKING:
+    if callable(options.selector):
         return None
     asked = [stage.question for stage in plan.stages if stage.question is not None]
-    replaces = options.selector in REPLACING
-    differ = [q.asking.differs for q in asked if replaces and isinstance(q, Question)]
+    changes = options.selector == "change"
+    differ = [q.asking.differs for q in asked if changes and isinstance(q, Question)]
     unknown = [x for x in (*asked, *differ, plan.ahead) if isinstance(x, Declined)]
     return unknown[0] if unknown else None
 

@@ -127,6 +127,8 @@ def _chosen(
 ) -> tuple[fx.Node, fx.Node]:
     """The rows of a stage, and their places among those of the one before."""
     anchor = stage.marker or plan.site.markers[0]
+    if isinstance(plan.ahead, Ahead) and stage is plan.stages[0]:
+        anchor = plan.ahead.anchor  # below what was written to look ahead
     tensors: tuple[fx.Node | None, ...] = ()
     unseen = str(plan.ahead) if isinstance(plan.ahead, Declined) else ""
     choice = _Choice(selector if stage.ratio else None, ranks=plan.ranks, unseen=unseen)

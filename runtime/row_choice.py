@@ -35,8 +35,8 @@ class Layer:
         fresh_rows, chunks: as in `reuse_kv`.
         kept: int64 [N, K], ascending: which tokens the rows are; None for all.
         wanted: int64 [N, n], tokens that results are asked of, beside the last ones.
-        later: [N, L], the same as the highest probability that a fresh token gives each key, but
-            the mean of later layers; None where the fresh tokens were not run ahead.
+        later: [N, L], the highest probability that a fresh token gives each key, averaged over
+            heads and later layers; None where the fresh tokens were not run ahead.
         ranks: hold other heads of the same tokens; None for no others.
         unseen: why they cannot be run ahead.
     """
@@ -56,19 +56,21 @@ class Layer:
     def facts(self, reading: Callable[[], Reading]) -> Facts:
         """What selectors are told; `reading` is of all L keys."""
         offsets = None if self.chunks is None else chunk_offsets(self.chunks)
-        k_deviation = _deviation(self.k, self._rows(self.k_cached))
-        v_deviation = _deviation(self.v, self._rows(self.v_cached))
-        if self.ranks is not None:  # one exchange for both
-            both = self.ranks.summed(torch.stack([k_deviation, v_deviation]))
-            k_deviation, v_deviation = both[0], both[1]
+        k, v = (_summed_in(x) for x in (self.k, self.v))
+        k_deviation = _squared(k - self._rows(self.k_cached).to(k.dtype))
+        v_deviation = _squared(v - self._rows(self.v_cached).to(v.dtype))
+        v_size = _squared(v)
+        if self.ranks is not None:  # one exchange for all
+            sums = torch.stack([k_deviation, v_deviation, v_size])
+            k_deviation, v_deviation, v_size = self.ranks.summed(sums).unbind()
         return Facts(
             k_deviation=k_deviation,
             v_deviation=v_deviation,
+            v_size=v_size,
             positions=self.kept_positions(),
             chunks=None if self.chunks is None else self._kept(self.chunks),
             offsets=None if offsets is None else self._kept(offsets),
             attention=lambda: self._kept(self._averaged(reading().attention())),
-            peak_attention=lambda: self._kept(self._averaged(reading().peak_attention())),
             later_peak_attention=lambda: self._kept(self._averaged(self._ahead())),
             change=lambda: self._kept(self._changed(reading())),
         )
@@ -204,6 +206,9 @@ def chunk_offsets(chunks: Tensor) -> Tensor:
     return position - torch.cummax(starts, 1).values
 
 
-def _deviation(fresh: Tensor, cached: Tensor) -> Tensor:
-    kind = torch.float64 if fresh.dtype == torch.float64 else torch.float32
-    return (fresh.to(kind) - cached.to(kind)).square().sum((1, 3))
+def _summed_in(x: Tensor) -> Tensor:
+    return x.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _squared(x: Tensor) -> Tensor:
+    return x.square().sum((1, 3))

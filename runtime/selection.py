@@ -34,17 +34,17 @@ class Facts:
     Attributes:
         k_deviation: [N, L], squared L2 distance of the fresh keys to the cached ones.
         v_deviation: [N, L], likewise of the values.
+        v_size: [N, L], squared L2 norm of the fresh values.
         positions: int64 [N, L], positions of the tokens in the prompt.
         chunks: int64 [N, L], for each token the number of its cached chunk, -1 for none; None where
             `reuse_kv` was not told.
         offsets: int64 [N, L], how many tokens of its chunk stand before it; None without chunks.
         attention: called, gives [N, L]: the mean probability that the fresh tokens give each key
             at the check layer, over heads and fresh tokens. Computed only where it is called.
-        peak_attention: likewise the highest that a fresh token gives, averaged over heads.
-        later_peak_attention: called, gives [N, L]: the mean of the same over all layers below the
-            check layer, where the fresh tokens run over the cached copies of all others. Known to
-            selectors with an attribute `looks_ahead` that is true: it takes that the fresh tokens
-            are computed twice.
+        later_peak_attention: called, gives [N, L]: the highest probability that a fresh token gives
+            each key, averaged over heads and over all layers below the check layer, where the fresh
+            tokens run over the cached copies of all others. Known to selectors with an attribute
+            `looks_ahead` that is true: the fresh tokens are then computed twice.
         change: called, gives [N, L]: how far the output of the check layer's attention would move
             if this token alone kept its cached key and value; the longest move of all fresh tokens,
             summed over heads. Computed only where it is called.
@@ -52,11 +52,11 @@ class Facts:
 
     k_deviation: Tensor
     v_deviation: Tensor
+    v_size: Tensor
     positions: Tensor
     chunks: Tensor | None
     offsets: Tensor | None
     attention: Callable[[], Tensor]
-    peak_attention: Callable[[], Tensor]
     later_peak_attention: Callable[[], Tensor]
     change: Callable[[], Tensor]
 
@@ -132,13 +132,14 @@ def by_change(facts: Facts) -> Tensor:
 
 
 def by_question(facts: Facts) -> Tensor:
-    """What the fresh tokens would read differently, weighed by how much more they look there later.
+    """Relative deviation of the values, where the fresh tokens look in the layers to come.
 
-    A change at the check layer is one of that layer's attention. This is what it would be with the
-    attention of the layers to come.
+    Sizes of values differ from layer to layer, and where attention rests they are small: what share
+    of a value is wrong at the check layer tells more of later layers than by how much it is.
     """
-    least = torch.finfo(torch.float32).tiny  # a token that nobody looks at changes nothing
-    return facts.change() * facts.later_peak_attention() / facts.peak_attention().clamp_min(least)
+    least = torch.finfo(torch.float32).tiny
+    wrong = (facts.v_deviation / facts.v_size.clamp_min(least)).sqrt()
+    return wrong * facts.later_peak_attention()
 
 
 BUILT_IN: Mapping[str, Selector] = {
@@ -157,10 +158,8 @@ ROUNDING = 1e-3
 """Of the largest deviation: a squared one in bfloat16 that is rounding stays far below."""
 
 NEEDS_CHUNKS = frozenset({"heads"})
-ASKING = frozenset({"attention", "change", "question"})
-"""Those that ask how the fresh tokens read the prompt; a callable may."""
-REPLACING = frozenset({"change", "question"})
-"""Those that ask what a cached copy would change."""
+ASKING = frozenset({"attention", "change"})
+"""Those that ask how the fresh tokens read the prompt at the check layer; a callable may."""
 
 
 def _in_exact_chunk(facts: Facts) -> Tensor:

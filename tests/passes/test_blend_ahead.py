@@ -9,7 +9,6 @@ from support.backend import eager_cascade, last_compilation
 from support.blend_choice import STAGES, assert_chooses
 from support.blend_models import expected, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, compiled, inputs
-from support.leave_one import change
 from support.reuse_models import MarkedLayer
 from support.tolerance import assert_close_to_reference
 from transformers import Cache
@@ -99,12 +98,12 @@ class Oracle:
         return scores.masked_fill(places > places[:, None], -math.inf).softmax(-1)
 
     def layer(self, number, x, own):
-        """x of the next layer, queries, keys, values, weights; `own` bool [N, L] are computed."""
+        """x of the next layer, values, weights; `own` bool [N, L] are computed."""
         q, *new = self.heads(number, x)
         pairs = zip(new, self.cached[number], strict=True)
         k, v = (torch.where(own[:, None, :, None], one, old) for one, old in pairs)
         weights = self.weights(q, k)
-        return x + (weights @ v).transpose(1, 2).flatten(2), q, k, v, weights
+        return x + (weights @ v).transpose(1, 2).flatten(2), v, weights
 
     def peaks(self):
         """By layer, [N, L]."""
@@ -113,24 +112,21 @@ class Oracle:
         first = min(self.stages)
         for number in range(len(self.model.qkv)):
             computed = own if number > first else torch.ones_like(own)
-            x, *_, weights = self.layer(number, x, computed)
+            x, _, weights = self.layer(number, x, computed)
             found[number] = weights[:, :, self.fresh[0]].amax(2).mean(1)
         return found
 
     def run(self):
         peaks, (batch, length, _) = self.peaks(), self.x.shape
         x, own = self.x, torch.ones(self.x.shape[:2], dtype=torch.bool)
-        seen = torch.arange(length) <= self.fresh[0][:, None]
         for number in range(len(self.model.qkv)):
-            after, q, k, v, weights = self.layer(number, x, own)
+            after, v, _ = self.layer(number, x, own)
             if number in self.stages:
                 ahead = torch.stack([m for n, m in peaks.items() if n > number]).mean(0)
-                now = weights[:, :, self.fresh[0]].amax(2).mean(1)
+                wrong = ((v - self.cached[number][1]) ** 2).sum((1, 3)) / (v**2).sum((1, 3))
                 count = math.ceil(self.stages[number] * (length - self.fresh.shape[1]))
                 for n in range(batch):
-                    tensors = [y[n] for y in (k, v, *self.cached[number])]
-                    moved = change(q[n][:, self.fresh[n]], *tensors, seen, self.scale)
-                    scores = (moved * ahead[n] / now[n]).masked_fill(~own[n], -math.inf)
+                    scores = (wrong[n].sqrt() * ahead[n]).masked_fill(~own[n], -math.inf)
                     scores[self.fresh[n]] = math.inf
                     kept = scores.topk(count + self.fresh.shape[1]).indices
                     own[n] = torch.zeros(length, dtype=torch.bool).scatter(0, kept, True)
@@ -153,7 +149,7 @@ def test_question(stages, batch):
     got, record = compiled(model, x, cached, fresh, selector="question", check_layers=stages)
     assert record.declined is None and record.ahead == 4 - min(stages)
     assert_close_to_reference(got, eager, exact)
-    other, _ = compiled(model, x, cached, fresh, selector="change", check_layers=stages)
+    other, _ = compiled(model, x, cached, fresh, check_layers=stages)
     assert not torch.allclose(other, got)
 
 
