@@ -29,6 +29,7 @@ RUNS = (
     {"recompute_ratio": "0.3", "selector": "k"},
     {"recompute_ratio": "0.3", "selector": "attention"},
     {"recompute_ratio": "0.3", "selector": "change"},
+    {"recompute_ratio": "0.3", "selector": "question"},
     {"check_layers": "0:0.7,1:0.3"},
     {"recompute_ratio": 1},
     {"recompute_ratio": "0.3", "selector": by_rank},
