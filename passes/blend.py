@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -82,7 +82,8 @@ def _blended(graph: fx.Graph, markers: tuple[fx.Node, ...], context: PassContext
         return _record(markers, context, site=site, decision=decision, declined=plan)
     record = _record(markers, context, site=site, plan=plan, decision=decision)
     if record.declined is None and plan is not None:
-        emit_blend(graph, plan, resolve(options.selector), sizes)
+        ahead = emit_blend(graph, plan, resolve(options.selector), sizes)
+        return replace(record, ahead=ahead)
     return record
 
 
@@ -113,7 +114,8 @@ def _unasked(plan: BlendPlan, options: Options) -> Declined | None:
     asked = [stage.question for stage in plan.stages if stage.question is not None]
     changes = options.selector == "change"
     differ = [q.asking.differs for q in asked if changes and isinstance(q, Question)]
-    unknown = [x for x in (*asked, *differ, plan.ahead) if isinstance(x, Declined)]
+    unseen = [plan.unseen(stage) for stage in plan.stages if stage.ratio]
+    unknown = [x for x in (*asked, *differ, *unseen) if isinstance(x, Declined)]
     return unknown[0] if unknown else None
 
 

@@ -44,6 +44,10 @@ class Ahead:
     layers: tuple[Asking, ...]
     plan: RowPlan
 
+    def unseen(self, check: fx.Node | None) -> Declined | None:
+        """Why there is nothing to look at below a later check layer; None where there is."""
+        return _nothing_below(check) if check is self.layers[-1].marker else None
+
 
 def plan_ahead(
     graph: fx.Graph, site: ReuseSite, frontier: Frontier, check: fx.Node, sizes: Sizes
@@ -59,7 +63,7 @@ def plan_ahead(
     """
     markers = site.markers[site.markers.index(check) + 1 :]
     if not markers:
-        return unknown(check, "there is no layer below the check layer to look ahead at")
+        return _nothing_below(check)
     first, *layers = [asking_of(marker, site, sizes) for marker in (check, *markers)]
     found: list[Asking] = []
     for asking in layers:
@@ -72,6 +76,10 @@ def plan_ahead(
     if isinstance(plan, Declined):
         return plan
     return Ahead(first.attention, frontier, tuple(found), plan)
+
+
+def _nothing_below(check: fx.Node) -> Declined:
+    return unknown(check, "there is no layer below the check layer to look ahead at")
 
 
 def _planned(

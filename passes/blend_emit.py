@@ -34,8 +34,12 @@ from torch_cascade.runtime.selection import EXPECTED, Selector, SelectorError, s
 aten = torch.ops.aten
 
 
-def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Sizes) -> None:
-    """Rewrite the graph, or leave it as it was and raise."""
+def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Sizes) -> int:
+    """Rewrite the graph, or leave it as it was and raise.
+
+    Returns:
+        Through how many layers the fresh tokens run ahead: none if the selector does not ask.
+    """
     with _undone_on_error(graph) as kept:
         made: MadeRows | None = None
         inliner = Inliner(graph, sizes)
@@ -55,7 +59,10 @@ def emit_blend(graph: fx.Graph, plan: BlendPlan, selector: Selector, sizes: Size
         written = _results(plan.exits, made, wanted)
         _revalue(graph, written)
         _check(graph, plan, kept)
-    graph.eliminate_dead_code(lambda node: has_effect(node, plan.frontier.below))
+    unread = plan.frontier.below | {node for node in graph.nodes if node not in kept}
+    graph.eliminate_dead_code(lambda node: has_effect(node, unread))
+    alive = set(graph.nodes)
+    return sum(node in alive for node in looked)
 
 
 def _results(exits: Exits, made: MadeRows, wanted: Sequence[fx.Node]) -> list[fx.Node]:
@@ -130,8 +137,12 @@ def _chosen(
     if isinstance(plan.ahead, Ahead) and stage is plan.stages[0]:
         anchor = plan.ahead.anchor  # below what was written to look ahead
     tensors: tuple[fx.Node | None, ...] = ()
-    unseen = str(plan.ahead) if isinstance(plan.ahead, Declined) else ""
-    choice = _Choice(selector if stage.ratio else None, ranks=plan.ranks, unseen=unseen)
+    unseen = plan.unseen(stage)
+    choice = _Choice(
+        selector if stage.ratio else None,
+        ranks=plan.ranks,
+        unseen="" if unseen is None else str(unseen),
+    )
     if isinstance(stage.question, Declined):
         choice = replace(choice, unknown=str(stage.question))
     elif stage.question is not None and stage.ratio:

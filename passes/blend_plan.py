@@ -68,6 +68,12 @@ class BlendPlan:
     ranks: Ranks | None = None
     ahead: Ahead | Declined | None = None
 
+    def unseen(self, stage: Stage) -> Declined | None:
+        """Why the selector of a stage cannot be told where the fresh tokens look later."""
+        if isinstance(self.ahead, Ahead):
+            return self.ahead.unseen(stage.marker)
+        return self.ahead
+
 
 def plan_blend(
     graph: fx.Graph,

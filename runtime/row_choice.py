@@ -104,7 +104,7 @@ class Layer:
 
     def _ahead(self) -> Tensor:
         if self.later is not None:
-            return self.later
+            return self.later.clone()  # a selector may write into it, as into all it calls for
         why = self.unseen or "the selector has no attribute `looks_ahead` that is true"
         raise ValueError(f"later_peak_attention() is not known here: {why}")
 

@@ -195,6 +195,53 @@ def test_there_are_later_layers_or_it_is_declined():
         compiled(Plain(), *args, selector=own, check_layers={2: 0.3})
 
 
+def test_so_there_are_at_each_check_where_tokens_are_chosen():
+    """The last check stands at the last layer: it keeps some tokens, or none but the fresh ones."""
+    args, model = inputs(layers=4), Plain(4)
+    options = {"selector": "question", "check_layers": {1: 0.5, 3: 0.3}}
+    got, record = compiled(model, *args, **options)
+    assert record.declined.reason is Reason.SELECTOR and record.declined.node == "reuse_kv_3"
+    assert "no layer below the check layer" in record.declined.detail
+    with torch.no_grad():
+        assert torch.allclose(got, model(*args), atol=1e-5)
+    _, record = compiled(model, *args, selector="question", check_layers={1: 0.5, 3: 0})
+    assert record.declined is None and record.ahead == 2
+
+    def falls_back(facts):
+        try:
+            return by_question(facts)
+        except ValueError as error:
+            assert "no layer below the check layer" in str(error)
+            return facts.change()
+
+    falls_back.looks_ahead = True
+    _, record = compiled(model, *args, **options | {"selector": falls_back})
+    assert record.declined is None and [stage.layer for stage in record.stages] == [1, 3]
+
+
+def test_what_a_selector_is_given_it_may_write_into():
+    def negated(facts):
+        facts.later_peak_attention().mul_(-1)
+        return facts.later_peak_attention()
+
+    negated.looks_ahead = True
+    args = inputs()
+    got, _ = compiled(Plain(), *args, selector=negated)
+    usual, _ = compiled(Plain(), *args, selector=later)
+    assert torch.equal(got, usual)
+
+
+def test_nothing_is_run_ahead_for_a_selector_that_does_not_ask():
+    def values(facts):
+        return facts.v_deviation
+
+    values.looks_ahead = True
+    got, record = compiled(Plain(), *(args := inputs()), selector=values)
+    assert record.declined is None and record.ahead == 0
+    usual, _ = compiled(Plain(), *args, selector="v")
+    assert torch.equal(got, usual)
+
+
 def test_nothing_is_run_ahead_for_full_reuse():
     got, record = compiled(Plain(), *(args := inputs()), selector="question", recompute_ratio=0)
     assert record.declined is None and record.ahead == 0
