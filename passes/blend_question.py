@@ -126,8 +126,10 @@ def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | No
     """
     given = bound_arguments(attention)
     for index, name in enumerate("kv"):
-        read, kept = given[name], marker.args[2 + index]
-        assert isinstance(kept, fx.Node)
+        read, kept, fresh = given[name], marker.args[2 + index], marker.args[index]
+        assert isinstance(kept, fx.Node) and isinstance(fresh, fx.Node)
+        for size, own in zip(shape(kept), shape(fresh), strict=True):
+            sizes.agree(size, own)  # the op needs it; dynamic shapes give each a symbol
         (batch, heads, *rest), (rows, fewer, *others) = shape(read), shape(kept)
         same = zip((batch, *rest), (rows, *others), strict=True)
         if heads % fewer != 0 or not all(sizes.equal(x, y) for x, y in same):

@@ -176,6 +176,19 @@ def test_lengths_that_change():
     assert len(made) == 1, "recompiled"
 
 
+@pytest.mark.parametrize("selector", ["attention", "change", "question"])
+def test_every_size_may_change(selector):
+    """Cached heads and features have symbols of their own: only the marker compares them."""
+    model, args = Plain(4), inputs(batch=2, layers=4, tokens=31)
+    usual, _ = compiled(model, *args, selector=selector)
+    torch._dynamo.reset()
+    backend = eager_cascade(decide="always", selector=selector)
+    with torch.no_grad():
+        got = torch.compile(model, backend=backend, dynamic=True)(*args)
+    assert last_compilation().blend.declined is None
+    assert torch.allclose(got, usual, atol=1e-5)
+
+
 def test_a_selector_says_that_it_looks_ahead():
     with pytest.raises(Exception, match="has no attribute `looks_ahead` that is true"):
         compiled(Plain(), *inputs(), selector=lambda facts: facts.later_peak_attention())
