@@ -138,8 +138,7 @@ class Options:
         metadata=_about(
             values.selector,
             "how they are chosen: by deviation of `v`, `k` or `kv`, chunk `heads`, at `random`, "
-            "by the question's `attention`, what would `change` of it, or where the `question` "
-            "looks in later layers; in code also a callable",
+            "by the question's `attention`, `change`, or `question`; in code also a callable",
             in_code=True,
         ),
     )
