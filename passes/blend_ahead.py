@@ -154,7 +154,7 @@ def _of_copies(asking: Asking, copies: dict[fx.Node, fx.Node]) -> Asking:
 
 def _peaks(inliner: Inliner, ahead: Ahead, site: ReuseSite, asked: Asked) -> fx.Node:
     looked = _Looked(asked.is_causal, asked.scale, asked.flat)
-    call = Call(looked, (asked.q, asked.k, asked.mask, site.fresh_rows))
+    call = Call(looked, (asked.q, asked.k, asked.mask, site.fresh_rows, site.chunks))
     found: fx.Node
     (found,) = inliner.inline(call, ahead.anchor)
     return found
@@ -168,8 +168,11 @@ class _Looked:
     scale: float | None
     flat: bool
 
-    def __call__(self, q: Tensor, k: Tensor, mask: Tensor | None, fresh: Tensor) -> Tensor:
-        reading = Reading(q, k, k, mask, fresh, self.is_causal, self.scale, self.flat, short=True)
+    def __call__(
+        self, q: Tensor, k: Tensor, mask: Tensor | None, fresh: Tensor, chunks: Tensor | None
+    ) -> Tensor:
+        known = {"is_causal": self.is_causal, "scale": self.scale, "flat": self.flat}
+        reading = Reading(q, k, k, mask, fresh, chunks, **known, short=True)  # type: ignore[arg-type]
         return reading.peak_attention()
 
 

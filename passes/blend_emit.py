@@ -213,6 +213,7 @@ class _Choice:
                 v,
                 mask,
                 known.fresh_rows,
+                known.chunks,
                 is_causal=self.is_causal,
                 scale=self.scale,
                 flat=self.flat,

@@ -28,6 +28,8 @@ class Reading:
             h // (Hq // Hkv).
         mask: broadcastable to [N, Hq, F, L], as in SDPA.
         fresh_rows: int64 [N, F], positions of the queries.
+        chunks: int64 [N, L], the cached chunk of each token, -1 for none; None where not known.
+            Queries of cached tokens, which fill up rows with fewer fresh ones, do not count.
         is_causal: key j is visible to a query at or after it only.
         scale: factor of the scores; None for 1/sqrt(D).
         flat: the mask is [.., N * F, L], with the queries of all batch rows.
@@ -40,6 +42,7 @@ class Reading:
     v: Tensor
     mask: Tensor | None
     fresh_rows: Tensor
+    chunks: Tensor | None = None
     is_causal: bool = False
     scale: float | None = None
     flat: bool = False
@@ -48,7 +51,9 @@ class Reading:
 
     def attention(self) -> Tensor:
         """The mean probability that the queries give each key, [N, L]."""
-        return self._weights.mean((1, 2))
+        if self._counted is None:
+            return self._weights.mean((1, 2))
+        return self._weights.sum(2).mean(1) / self._counted.sum(1)[:, None]
 
     def peak_attention(self) -> Tensor:
         """The highest probability that a query gives each key, averaged over heads, [N, L]."""
@@ -132,7 +137,18 @@ class Reading:
         top = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
         total = weights.sum(-1, keepdim=True)
-        return weights / torch.where(total == 0, 1.0, total)
+        weights = weights / torch.where(total == 0, 1.0, total)
+        if self._counted is None:
+            return weights
+        return weights.masked_fill(~self._counted[:, None, :, None], 0.0)
+
+    @cached_property
+    def _counted(self) -> Tensor | None:
+        """Bool [N, F], the queries of fresh tokens; all of a row that has none."""
+        if self.chunks is None:
+            return None
+        fresh = self.chunks.gather(1, self.fresh_rows) < 0
+        return fresh | ~fresh.any(1, keepdim=True)
 
 
 def _squared(x: Tensor) -> Tensor:

@@ -58,7 +58,11 @@ def look_ahead(model, prompt, check):
         out = model(prompt.ids, output_attentions=True, **options)
     model.set_attn_implementation("sdpa")
     seen = torch.stack(out.attentions[check + 1 :])
-    rows = [seen[:, n][:, :, fresh] for n, fresh in enumerate(prompt.fresh_rows)]
+    fresh = [
+        rows[chunks[rows] < 0]
+        for rows, chunks in zip(prompt.fresh_rows, prompt.chunks, strict=True)
+    ]
+    rows = [seen[:, n][:, :, own] for n, own in enumerate(fresh)]
     return torch.stack([row.amax(2).mean((0, 1)) for row in rows])
 
 
@@ -67,7 +71,7 @@ def look_ahead(model, prompt, check):
     [("Llama", ()), ("Mistral", (0, 2)), ("Qwen2", ()), ("GPTNeoX", ()), ("Phi3", (2, 0))],
 )
 def test_where_the_fresh_tokens_look_in_later_layers(family, padding):
-    """Both layers below the check; of a row with fewer fresh tokens its filling counts, too."""
+    """Both layers below the check; what fills up a row with fewer fresh tokens does not count."""
     prompt = prompt_of(model_of(family), PADDED if padding else ROWS, padding)
     seen, stages = look_ahead(model_of(family), prompt, 0), {0: "0.15"}
     metric = lambda n, *kv: seen[n]  # noqa: E731

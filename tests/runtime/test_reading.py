@@ -75,6 +75,27 @@ def test_a_change_is_that_of_the_output_where_one_token_keeps_its_copy(read, kep
     assert wanted.argsort(1).tolist() == got.argsort(1).tolist()
 
 
+def test_cached_tokens_that_fill_up_a_row_are_no_question():
+    """Of each row those with a chunk do not count, unless there are no others."""
+    reading = reading_of()
+    chunks = torch.zeros(N, L, dtype=torch.int64)
+    chunks[0, ROWS[0, [0, 2]]] = -1
+    known, cached = replace(reading, chunks=chunks), cached_of(reading)
+    few = [
+        replace(
+            reading,
+            q=reading.q[:, :, rows],
+            mask=reading.mask[:, :, rows],
+            fresh_rows=ROWS[:, rows],
+        )
+        for rows in ([0, 2], [0, 1, 2, 3])
+    ]
+    for of in (Reading.attention, Reading.peak_attention, lambda x: x.change(*cached)):
+        wanted = torch.stack([of(one)[n] for n, one in enumerate(few)])
+        torch.testing.assert_close(of(known), wanted)
+        assert not torch.allclose(of(known), of(reading))
+
+
 def test_what_nobody_sees_and_what_is_as_it_was_changes_nothing():
     reading = reading_of()
     k_cached, v_cached = cached_of(reading)
