@@ -280,7 +280,10 @@ def test_mistakes_on_the_command_line(options, said, capsys):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--model", "nowhere"], "--model nowhere: no such folder, and none of llama-3-8b, tiny"),
+        (
+            ["--model", "nowhere"],
+            "--model nowhere: no such folder, and none of llama-3-8b, smollm2-135m, tiny",
+        ),
         (["--model", "tiny", "--cases", "1,2,4096"], "4148, the model takes 4096"),
     ],
 )

@@ -365,7 +365,7 @@ def test_json_has_what_its_documentation_says_and_what_the_text_says():
     graph = content["graphs"][0]
     site = graph["sites"][0]
     documented = re.findall(r"^ {4,12}(\w+)\??  +\S", summary.__doc__, re.MULTILINE)
-    of_blend = {"layers", "reused", "stages"}
+    of_blend = {"layers", "reused", "ahead", "stages"}
     of_dump = {"folder", "notes"}  # `test_dump.py` has them
     assert {*documented} == {*content, *graph, *site, *of_blend, *of_dump}
     assert graph["blend"] is None
