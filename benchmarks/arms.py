@@ -15,17 +15,18 @@ CHECK = 1
 """The layer where plain selectors choose: the first whose keys depend on other tokens."""
 
 PLAIN = ("random", "heads", "k", "v", "kv", "attention", "change", "question")
+_FIVE: dict[int, Fraction | None] = {
+    1: Fraction(27, 10),
+    3: Fraction(13, 10),
+    5: Fraction(11, 10),
+    9: Fraction(1),
+    12: None,
+}
 GRADUAL = {
     "gradual v": ("v", {1: Fraction(2), 2: Fraction(4, 3), 3: None}),
     "gradual attention": ("attention", {1: Fraction(7, 3), 3: None}),
-    "gradual change": (
-        "change",
-        {1: Fraction(27, 10), 3: Fraction(13, 10), 5: Fraction(11, 10), 9: Fraction(1), 12: None},
-    ),
-    "gradual question": (
-        "question",
-        {1: Fraction(27, 10), 3: Fraction(13, 10), 5: Fraction(11, 10), 9: Fraction(1), 12: None},
-    ),
+    "gradual change": ("change", _FIVE),
+    "gradual question": ("question", _FIVE),
 }
 """Selector, and the ratio at each check layer as a multiple of the arm's; None: what is left."""
 

@@ -78,7 +78,12 @@ class Prefill:
     @property
     def looks_ahead(self) -> bool:
         """The question is computed twice: once to see where it looks."""
-        return bool(self.ratio) and arms.selector_of(self.arm) == "question"
+        return self._chooses and arms.selector_of(self.arm) == "question"
+
+    @property
+    def _chooses(self) -> bool:
+        """Some cached tokens are computed anew, and not all."""
+        return self.ratio is not None and 0 < self.ratio < 1
 
     def forward(self, model: Any, dynamic: bool, mode: str | None) -> Callable[..., Any]:
         """The model, compiled or not; `cascade` refuses a model in which nothing is reused."""
@@ -97,7 +102,7 @@ class Prefill:
     def _blend(self, model: Any) -> dict[str, Any]:
         """Options that say which tokens are computed anew."""
         assert self.ratio is not None
-        if self.arm == "v" or not 0 < self.ratio < 1:
+        if self.arm == "v" or not self._chooses:
             return {"recompute_ratio": str(self.ratio)}
         layers = model.config.get_text_config().num_hidden_layers
         return arms.arm(self.arm, self.ratio, layers).options

@@ -138,7 +138,7 @@ class Options:
         metadata=_about(
             values.selector,
             "how they are chosen: by deviation of `v`, `k` or `kv`, chunk `heads`, at `random`, "
-            "by the question's `attention`, `change`, or `question`; in code also a callable",
+            "by the question's `attention`, `change`, or a look ahead (`question`); or a callable",
             in_code=True,
         ),
     )

@@ -15,7 +15,6 @@ from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import BlendRecord, StageRecord, source_line
 from torch_cascade.compiler.report import Declined, Reason
-from torch_cascade.passes.blend_ahead import Ahead
 from torch_cascade.passes.blend_emit import emit_blend
 from torch_cascade.passes.blend_plan import BlendPlan, Stage, plan_blend
 from torch_cascade.passes.blend_question import Question
@@ -138,7 +137,6 @@ def _record(
         tokens="" if site is None else str(site.tokens),
         fresh="" if site is None else str(site.fresh),
         selector=selector_name(context.options.selector),
-        ahead=len(plan.ahead.layers) if plan is not None and isinstance(plan.ahead, Ahead) else 0,
         stages=() if plan is None else tuple(_stage(s, context.sizes) for s in plan.stages),
         decision=decision,
         declined=declined,

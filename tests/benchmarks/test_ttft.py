@@ -130,6 +130,32 @@ def test_ways_are_compiled_with_their_ratio(asked):
     assert all(options["strict"] for options in blends)
 
 
+def test_arms_are_ways_of_their_own(asked):
+    """With their selector and check layers; nothing is chosen where nothing or all is computed."""
+    model = models.load("tiny", None, torch.float32, torch.device("cpu")).model
+    every = prefill.ways([Fraction(3, 20), Fraction(1)], ["cpu"], ["v", "question"])[2:]
+    names = ["blend 0.15 cpu", "blend 1 cpu", "question 0.15 cpu", "question 1 cpu"]
+    assert [way.name for way in every] == names
+    assert [way.looks_ahead for way in every] == [False, False, True, False]
+    for way in every:
+        way.forward(model, dynamic=False, mode=None)
+    chosen = asked[2]["options"]
+    assert (chosen["selector"], chosen["check_layers"]) == ("question", {1: "3/20"})
+    assert asked[3]["options"]["recompute_ratio"] == "1"
+
+
+def test_what_runs_ahead_is_computed_twice():
+    once, twice = (
+        blend_work(LLAMA, Rows(8192, 64, Fraction(3, 20), 1, ahead), H200)
+        for ahead in (False, True)
+    )
+    below = LLAMA.layers - 2
+    pairs = 64 * (8192 - 64) + 64 * 65 / 2
+    more = below * (2 * LLAMA.weights * 64 + 4 * LLAMA.heads * LLAMA.dim * pairs)
+    assert twice.flops - once.flops == more
+    assert twice.bytes - once.bytes == below * LLAMA.weights * LLAMA.element
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 

@@ -145,7 +145,11 @@ BAD = [
     ("min_tokens", -1, "expected a whole number, 0 or more, got -1"),
     ("min_tokens", 2.0, "got 2.0"),
     ("min_tokens", True, "got True"),
-    ("selector", "x", "random, attention, change, question, or a callable"),
+    (
+        "selector",
+        "x",
+        "expected one of v, k, kv, heads, random, attention, change, question, or a callable",
+    ),
     ("selector", 3, "got 3"),
     ("passes", "", "got ''"),
     ("passes", [["cascade"]], "option 'passes'"),
