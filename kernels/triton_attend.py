@@ -30,18 +30,24 @@ from torch_cascade.kernels.triton_step import (
     empty_state,
     load_queries,
     rows_of,
+    seen_by_all,
 )
 
 
 @triton.jit
-def place_of(item, rows, splits, kv_heads, BLOCK_M: tl.constexpr):
+def place_of(item, rows, splits, kv_heads, BLOCK_M: tl.constexpr, BACKWARDS: tl.constexpr):
     """(row tile, split, KV row, KV head) of an item of a slot, the row tile varying fastest.
 
     The row tiles that read the same keys run side by side, and the cache serves all but the first.
+    BACKWARDS: the last rows, which see most keys where positions ascend, come first, so that no
+    long program is left to run alone at the end.
     """
     row_blocks = tl.cdiv(rows, BLOCK_M)
     pair = item // (row_blocks * splits)
-    return item % row_blocks, (item // row_blocks) % splits, pair // kv_heads, pair % kv_heads
+    row_block = item % row_blocks
+    if BACKWARDS:
+        row_block = row_blocks - 1 - row_block
+    return row_block, (item // row_blocks) % splits, pair // kv_heads, pair % kv_heads
 
 
 @triton.jit
@@ -199,15 +205,20 @@ def attend_parts(
         positions_stride_n_b, positions_stride_m_b, kv_start_b, window_b, kv_lens_b,
     )  # fmt: skip
     if item < items_a:
-        row_block, split, kv_row, kv_head = place_of(item, rows_a, splits_a, kv_heads, BLOCK_M_a)
+        row_block, split, kv_row, kv_head = place_of(
+            item, rows_a, splits_a, kv_heads, BLOCK_M_a, POSITIONS_a
+        )
         row_info = rows_of(row_block, kv_row, kv_head, branches_a, group, q_len, rows_a, BLOCK_M_a)
         q_tile = load_queries(q, row_info, q_strides, D_K, PAD_K)
         state = empty_state(BLOCK_M_a, PAD_V)
         low = split * split_len_a
         high = tl.minimum(low + split_len_a, kv_len_a)
-        if QUICK and RAW_A and MASK_a == 0 and not POSITIONS_a:
+        if QUICK and RAW_A and MASK_a == 0 and not WINDOW_a:
+            open_to = high
+            if POSITIONS_a:
+                open_to = seen_by_all(row_info, seen_a, kv_len_a, low, high, BLOCK_N_a)
             state, low = attend_quick(
-                q_tile, kv_row, kv_head, low, high, scale, keys_a, kv_lens_a,
+                q_tile, kv_row, kv_head, low, open_to, scale, keys_a, kv_lens_a,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, LENS_a, PAGED_a, PRECISION, K_STEP_a, V_STEP_a,
                 STAGES_a,
             )  # fmt: skip
@@ -234,7 +245,9 @@ def attend_parts(
         )  # fmt: skip
     elif SLOTS == 2:
         item -= items_a
-        row_block, split, kv_row, kv_head = place_of(item, rows_b, splits_b, kv_heads, BLOCK_M_b)
+        row_block, split, kv_row, kv_head = place_of(
+            item, rows_b, splits_b, kv_heads, BLOCK_M_b, POSITIONS_b
+        )
         row_info_b = rows_of(
             row_block, kv_row, kv_head, branches_b, group, q_len, rows_b, BLOCK_M_b
         )

@@ -7,7 +7,7 @@ provable about them is asked.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,11 @@ def items_of(call: Call, part: KeyPart, slot: SlotConfig) -> Size:
 
 
 def shared_arguments(call: Call, buffers: Buffers) -> dict[str, Any]:
-    """The arguments of `attend_parts` that both slots share, by name."""
+    """The arguments of `attend_parts` that both slots share, by name.
+
+    Here and in those of a slot, a pointer that is not read is None: Inductor would write a tensor
+    that a kernel takes several times as many times, where it is a view of what it computes.
+    """
     q, slopes, sinks = call.q, call.alibi_slopes, call.sinks
     sink_strides = strides_of(sinks, 3)
     return {
@@ -146,7 +150,7 @@ def shared_arguments(call: Call, buffers: Buffers) -> dict[str, Any]:
         "lse_part": buffers.lse_part,
         "out": buffers.out,
         "lse_out": buffers.lse,
-        "sinks": q if sinks is None else sinks,
+        "sinks": sinks,
         "heads": call.heads,
         "kv_heads": call.kv_heads,
         "q_len": call.m,
@@ -163,7 +167,7 @@ def shared_arguments(call: Call, buffers: Buffers) -> dict[str, Any]:
         "sinks_stride_m": sink_strides[2],
         "scale": call.scale,
         "softcap": call.softcap or 1.0,
-        "slopes": q if slopes is None else slopes.float().contiguous(),
+        "slopes": None if slopes is None else slopes.float().contiguous(),
         "D_K": call.d_k,
         "D_V": call.d_v,
         "PAD_K": padded(call.d_k),
@@ -185,11 +189,10 @@ def _precision(dtype: torch.dtype) -> str:
 def slot_arguments(call: Call, part: KeyPart, slot: SlotConfig, base: int) -> dict[str, Any]:
     """The arguments of one slot, by name without its suffix; its partials start at `base`."""
     mask, positions, table = part.mask, part.q_positions, part.page_table
-    spare = call.q  # stands for a pointer that is never read
     mask_strides = strides_of(mask, 4)
     position_strides = strides_of(positions, 2)
     scaled = part.k_scale is not None or part.v_scale is not None
-    one = call.q.new_ones((call.kv_heads,), dtype=torch.float32) if scaled else spare
+    one = call.q.new_ones((call.kv_heads,), dtype=torch.float32) if scaled else None
     return {
         "k": part.k,
         "v": part.v,
@@ -199,20 +202,20 @@ def slot_arguments(call: Call, part: KeyPart, slot: SlotConfig, base: int) -> di
         "v_stride_r": part.v.stride(0),
         "v_stride_h": part.v.stride(1),
         "v_stride_k": part.v.stride(2),
-        "table": spare if table is None else dense_last(table),
+        "table": None if table is None else dense_last(table),
         "table_stride": 0 if table is None else dense_last(table).stride(0),
         "page_size": 1 if table is None else part.k.size(2),
-        "mask": spare if mask is None else mask,
+        "mask": mask,
         "mask_stride_n": mask_strides[0],
         "mask_stride_h": mask_strides[1],
         "mask_stride_m": mask_strides[2],
         "mask_stride_k": mask_strides[3],
-        "positions": spare if positions is None else positions,
+        "positions": positions,
         "positions_stride_n": position_strides[0],
         "positions_stride_m": position_strides[1],
         "kv_start": part.kv_start,
         "window": 0 if part.window is None else part.window,
-        "kv_lens": spare if part.kv_lens is None else part.kv_lens.contiguous(),
+        "kv_lens": None if part.kv_lens is None else part.kv_lens.contiguous(),
         "k_scale": one if part.k_scale is None else part.k_scale.contiguous(),
         "v_scale": one if part.v_scale is None else part.v_scale.contiguous(),
         "kv_len": part.kv_len,
@@ -232,6 +235,13 @@ def slot_arguments(call: Call, part: KeyPart, slot: SlotConfig, base: int) -> di
         "SCALED": scaled,
         "K_STEP": _step(part.k),
         "V_STEP": _step(part.v),
+    }
+
+
+def no_slot(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a second slot that a launch does not have: those of the first, no tensors."""
+    return {
+        name: None if isinstance(given, Tensor) else given for name, given in arguments.items()
     }
 
 

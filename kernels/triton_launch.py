@@ -35,6 +35,7 @@ from torch_cascade.kernels.triton_call import (
     KeyPart,
     Size,
     items_of,
+    no_slot,
     packed_rows,
     shared_arguments,
     slot_arguments,
@@ -234,11 +235,12 @@ def _launch_attend(
     if known(grid[0] == 0):
         return
     a, b = slots[0], slots[-1]
-    arguments = shared_arguments(call, buffers)
-    arguments |= {f"{key}_a": value for key, value in slot_arguments(call, *a, base).items()}
-    base += a[1].splits
-    arguments |= {f"{key}_b": value for key, value in slot_arguments(call, *b, base).items()}
     two = len(slots) == 2
+    first = slot_arguments(call, *a, base)
+    second = slot_arguments(call, *b, base + a[1].splits) if two else no_slot(first)
+    arguments = shared_arguments(call, buffers)
+    arguments |= {f"{key}_a": value for key, value in first.items()}
+    arguments |= {f"{key}_b": value for key, value in second.items()}
     arguments |= {
         "items_a": items[0],
         "ratio": b[0].kv_rows // a[0].kv_rows if two else 1,
@@ -261,7 +263,7 @@ def _launch_merge(call: Call, buffers: Buffers, parts: int) -> None:
     _launchable(merge_parts)[grid](
         buffers.o_part,
         buffers.lse_part,
-        call.q if call.sinks is None else call.sinks,
+        call.sinks,
         buffers.out,
         buffers.lse,
         parts,

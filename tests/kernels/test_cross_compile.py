@@ -21,6 +21,8 @@ TARGETS = [A100, H200, B200]
 LONG = BF16.but(requests=4, branches=16, suffix=256, queries=1)
 # Several tiles of rows read the same keys.
 BUSY = LONG.but(branches=32)
+# Rows of a prompt that are computed anew: they see the keys up to their positions.
+SCATTERED = BF16.but(requests=1, branches=1, segments=1, queries=1267, prefix=8192)
 FP32 = BF16.but(dtype=torch.float32)
 PAGED = BF16.but(page=16, lens=True, suffix=16)
 # One of each kind: what a change is most likely to break.
@@ -30,6 +32,7 @@ CORE = [
     BUSY,
     BUSY.but(suffix=4, dk=64, dv=64),
     PAGED,
+    SCATTERED,
     BF16.but(branches=16, softcap=30.0, window=1024, sinks=True),
     LONG.but(mask=torch.bool, dk=80, dv=80),
 ]

@@ -193,7 +193,8 @@ def _launch(kernel: Any, arguments: dict[str, Any]) -> Launch:
     signature, constants, divisible = [], [], []
     for index, parameter in enumerate(kernel.params):
         value = arguments.pop(parameter.name)
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+        given = value is not None and not (isinstance(value, int) and value == 1)
+        if parameter.is_constexpr or not given:
             kind = "constexpr"
             constants.append((index, value))
         elif isinstance(value, torch.Tensor):
