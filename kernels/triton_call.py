@@ -239,10 +239,8 @@ def slot_arguments(call: Call, part: KeyPart, slot: SlotConfig, base: int) -> di
 
 
 def no_slot(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a second slot that a launch does not have: those of the first, no tensors."""
-    return {
-        name: None if isinstance(given, Tensor) else given for name, given in arguments.items()
-    }
+    """The arguments of a second slot that is not there: those of the first without tensors."""
+    return {name: None if isinstance(given, Tensor) else given for name, given in arguments.items()}
 
 
 def _split_len(kv_len: Size, slot: SlotConfig) -> Size:

@@ -20,7 +20,7 @@ from support.triton_scenes import (
 
 from torch_cascade.kernels import triton_launch
 from torch_cascade.kernels.triton_quick import attend_quick
-from torch_cascade.kernels.triton_step import result_of
+from torch_cascade.kernels.triton_step import result_of, rows_of, seen_by_all
 
 ONE = SMALL.but(parts=(PREFIX.but(branches=4, keys=40),))
 QUICK = launch(1, quick=True)
@@ -206,3 +206,99 @@ def test_lengths_and_pages(page, device):
     scene = ONE.but(prefix={"lens": (0.2, 0.9), "page": page, "nan": True, "branches": 2})
     call = scene.call()
     assert_right(call(device, configs=[QUICK]), call)
+
+
+# --- where positions hide keys --------------------------------------------------------------------
+
+
+@triton.jit
+def open_keys(positions, kv_start, found, rows, low, high, keys):
+    """`seen_by_all` of one tile of 16 rows, a position each, in tiles of 16 keys."""
+    zero = tl.program_id(0)
+    tile = rows_of(zero, zero, zero, 1, 1, rows, rows, 16)
+    seen = (zero, zero, zero, zero, zero, positions, zero, 1, kv_start, zero)
+    tl.store(found, seen_by_all(tile, seen, keys, low, high, 16))
+
+
+@pytest.mark.parametrize(
+    ("positions", "low", "high", "expected"),
+    [
+        ([99], 0, 90, 90 // 16 * 16),
+        ([99], 0, 96, 96),
+        ([47, 99], 0, 96, 48),
+        ([99, 46], 0, 96, 32),
+        ([50, 14], 0, 96, 0),
+        ([-3, 50], 16, 96, 16),
+        ([40, 60], 48, 96, 48),
+        ([60, 90], 32, 48, 48),
+        ([63, 90], 32, 96, 64),
+    ],
+)
+@pytest.mark.parametrize("kv_start", [0, 7])
+def test_whole_tiles_that_every_row_sees(positions, low, high, expected, kv_start, device):
+    """Rows beyond the last one hide nothing, whatever stands where their positions would be."""
+    given = torch.tensor([*(p + kv_start for p in positions), -1, -1], device=device)
+    found = torch.tensor(-1, dtype=torch.int32, device=device)
+    kernel = triton_launch._launchable(open_keys)
+    kernel[(1,)](given, kv_start, found, len(positions), low, high, 96)
+    assert found.item() == expected
+
+
+SCATTERED = SMALL.but(
+    n=2, queries=24, group=2, parts=(PREFIX.but(branches=1, keys=90, positions="NM"),)
+)
+
+
+def scattered(positions, **changes):
+    """A call whose rows stand at given positions, with a needle at and after each of them."""
+    call = SCATTERED.but(**changes).call()
+    part = call.parts[0]
+    positions = torch.as_tensor(positions).expand(2, 24)
+    for row in range(2):
+        for query, position in enumerate(positions[row].tolist()):
+            for place, value in ((position, 7.0), (position + 1, -9.0)):
+                if 0 <= place < part.kv_len and query % 5 == 0:
+                    part.k[row, :, place] = call.q[row, :1, query] * 2
+                    part.v[row, :, place] = value
+    return call.but(parts=[part._replace(q_positions=positions)])
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    [0, 30, 66],
+    ids=["from-the-start", "between", "near-the-end"],
+)
+def test_scattered_rows(first, dtype, splits, device):
+    """The quick loop does what all rows of a tile see, the other one the rest."""
+    positions = first + torch.arange(24) * (89 - first) // 23
+    call = scattered(positions, dtype=dtype)
+    assert_right(call(device, configs=[launch(splits, quick=True)]), call, quick=True)
+
+
+def test_scattered_rows_in_any_order(device):
+    positions = torch.stack([torch.randperm(90)[:24], torch.randint(-3, 95, (24,))])
+    call = scattered(positions)
+    assert_right(call(device, configs=[launch(2, quick=True)]), call, quick=True)
+
+
+def test_scattered_rows_with_lengths(device):
+    call = scattered(torch.arange(24) * 3 + 20, prefix={"lens": (0.3, 0.9), "nan": True})
+    assert_right(call(device, configs=[launch(2, quick=True)]), call, quick=True)
+
+
+def test_scattered_rows_with_a_window(device):
+    """The ordinary loop does it all: a window hides the first keys of late rows."""
+    call = scattered(torch.arange(24) * 3 + 20, prefix={"window": 11})
+    assert_right(call(device, configs=[launch(2, quick=True)]), call)
+
+
+def test_the_rest_of_scattered_rows_is_seen_where_the_quick_loop_gives_up(device):
+    """A score that grows too much before the first hidden key: all keys, by the other loop."""
+    call = scattered(torch.arange(24) + 60)
+    call.parts[0].k[:, :, LATER] = 1e4
+    quick = call(device, configs=[QUICK])
+    plain = call(device, configs=[replace(QUICK, quick=False)])
+    for got, wanted in zip(quick, plain, strict=True):
+        assert torch.equal(got, wanted)
