@@ -11,19 +11,15 @@ from torch import fx
 from torch_cascade.compiler.graph import Emitter, Sizes, shape
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.attention import bound_arguments
-from torch_cascade.passes.axes import ONE, Dim, normalise, same_digits, whole
 from torch_cascade.passes.blend_site import ReuseSite
-from torch_cascade.passes.site import AxisName
+from torch_cascade.passes.heads import repeats, sources
 from torch_cascade.passes.token_apply import MadeRows, Narrowed, apply_rows
 from torch_cascade.passes.token_axis import RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier, contracts, is_result
 from torch_cascade.passes.token_rows import Axis, Demand, Rows
-from torch_cascade.passes.views import RULES
 
 aten = torch.ops.aten
 sdpa = torch.ops.cascade.sdpa.default
-
-_AXES: tuple[AxisName, ...] = ("n", "h", "k", "d")
 
 
 @dataclass(frozen=True)
@@ -143,24 +139,12 @@ def _differs(marker: fx.Node, attention: fx.Node, sizes: Sizes) -> Declined | No
 
 def _reads(node: fx.Node, marker: fx.Node, index: int, sizes: Sizes) -> bool:
     """Whether head h of a node is head h // times of a result of the marker; nothing is moved."""
-    fresh, read = marker.args[index], shape(node)
-    assert isinstance(fresh, fx.Node)
-    kept = shape(fresh)
-    strides = (ONE, read[1] / kept[1], ONE, ONE)
-    wanted = [whole(*of) for of in zip(_AXES, kept, strides, strict=True)]
-    dims = tuple(whole(*of) for of in zip(_AXES, read, strict=True))
-    while not (is_result(node) and node.args == (marker, index)):
-        rule = RULES.get(node.target) if node.op == "call_function" else None
-        source = None if rule is None else rule(node, dims, sizes)
-        if source is None:
-            return False
-        node, dims = source
-    return all(_alike(found, asked, sizes) for found, asked in zip(dims, wanted, strict=True))
-
-
-def _alike(one: Dim, other: Dim, sizes: Sizes) -> bool:
-    found, asked = normalise(one.digits, sizes), normalise(other.digits, sizes)
-    return sizes.equal(one.offset, other.offset) and same_digits(found, asked, sizes.equal)
+    return any(
+        is_result(source)
+        and source.args == (marker, index)
+        and repeats(node, (source, dims), sizes)
+        for source, dims in sources(node, sizes)
+    )
 
 
 def _attention_of(marker: fx.Node) -> fx.Node | None:

@@ -22,6 +22,7 @@ from torch_cascade.compiler.report import Declined
 from torch_cascade.passes.attention import sdpa_site
 from torch_cascade.passes.axes import ONE
 from torch_cascade.passes.devices import no_kernel
+from torch_cascade.passes.heads import fewest_heads
 from torch_cascade.passes.mask import MaskReader
 from torch_cascade.passes.token_maker import Maker
 from torch_cascade.passes.token_registry import (
@@ -95,8 +96,10 @@ def _attend(maker: Maker, node: fx.Node, rows: Rows, given: Arguments, seen: _Se
     options: dict[str, Any] = {"scale": given.get("scale"), "q_positions": positions}
     if seen.window is not None:
         options["window"] = seen.window
-    q, k, v = given["q"], given["k"], given["v"]
-    pair = maker.call(cascade.attend.default, q, k, v, None, **options)
+    k, v = (fewest_heads(given[name], maker.emit.sizes) for name in "kv")
+    if shape(k)[1] != shape(v)[1]:
+        k, v = given["k"], given["v"]
+    pair = maker.call(cascade.attend.default, given["q"], k, v, None, **options)
     out = maker.call(operator.getitem, pair, 0)
     dtype = tensor(node).dtype
     if tensor(out).dtype == dtype:

@@ -10,9 +10,10 @@ from support.blend_models import arguments, blended, full, model_of, prefill_of,
 from support.capture import joint_graph
 from support.lowering import lowered_for_cuda
 from support.tolerance import assert_close_to_reference
+from torch import fx
 
 from torch_cascade.compiler.capture import capture
-from torch_cascade.compiler.graph import Sizes
+from torch_cascade.compiler.graph import Sizes, tensor, value
 from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import PassContext
 from torch_cascade.compiler.record import Compilation
@@ -39,10 +40,16 @@ def test_on_a_gpu_no_mask_is_read(family, batch):
     assert len(attends) == 3
     for node in attends:
         assert node.args[3] is None and node.kwargs["q_positions"] is not None
+        heads = [tensor(given).shape[1] for given in node.args[:3]]
+        assert heads == [6, 3, 3]  # a group reads one head of keys: no copies for each of its heads
         assert node.kwargs.get("window") == (8 if family == "Mistral" else None)
     lowered = lowered_for_cuda(gm, context)
     kernels = [n for n in lowered.nodes if "triton_kernel_wrapper" in str(n.target)]
     assert len(kernels) >= 3
+    for kernel in kernels:
+        read = [x for x in kernel.kwargs["kwargs"].values() if isinstance(x, fx.Node)]
+        tensors = [x for x in read if isinstance(value(x), torch.Tensor)]
+        assert len(set(tensors)) == len(tensors), "Inductor may write what is given twice twice"
 
 
 def test_attention_written_by_hand():

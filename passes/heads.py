@@ -1,0 +1,58 @@
+"""Which heads attention reads: behind keys and values that are repeated for groups of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from torch_cascade.compiler.graph import Sizes, shape, tensor
+from torch_cascade.passes.axes import ONE, Dim, Dims, normalise, same_digits, whole
+from torch_cascade.passes.site import AxisName
+from torch_cascade.passes.views import RULES, Source
+
+_AXES: tuple[AxisName, ...] = ("n", "h", "k", "d")
+
+
+def sources(node: fx.Node, sizes: Sizes) -> Iterator[Source]:
+    """A 4-D value and what it is a view or copy of, each with how the value indexes its dims."""
+    dims = tuple(whole(*of) for of in zip(_AXES, shape(node), strict=True))
+    source: Source | None = (node, dims)
+    while source is not None:
+        yield source
+        node, dims = source
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        source = None if rule is None else rule(node, dims, sizes)
+
+
+def repeats(node: fx.Node, source: Source, sizes: Sizes) -> bool:
+    """Whether head h of a value is head h // times of one of its sources; nothing else is moved."""
+    read, kept = shape(node), shape(source[0])
+    if len(kept) != len(_AXES) or read[1] % kept[1] != 0:
+        return False
+    if not all(sizes.equal(read[dim], kept[dim]) for dim in (0, 2, 3)):
+        return False
+    strides = (ONE, read[1] / kept[1], ONE, ONE)
+    wanted = (whole(*of) for of in zip(_AXES, kept, strides, strict=True))
+    return _alike(source[1], tuple(wanted), sizes)
+
+
+def _alike(found: Dims, wanted: Dims, sizes: Sizes) -> bool:
+    return all(_same(one, other, sizes) for one, other in zip(found, wanted, strict=True))
+
+
+def _same(one: Dim, other: Dim, sizes: Sizes) -> bool:
+    found, asked = normalise(one.digits, sizes), normalise(other.digits, sizes)
+    return sizes.equal(one.offset, other.offset) and same_digits(found, asked, sizes.equal)
+
+
+def fewest_heads(node: fx.Node, sizes: Sizes) -> fx.Node:
+    """The value [N, Hkv, L, D] whose heads a value [N, Hq, L, D] repeats; itself if it does not.
+
+    `cascade::attend` needs no copies: it reads a head once for all queries of its group.
+    """
+    found = node
+    for source in sources(node, sizes):
+        if tensor(source[0]).dtype == tensor(node).dtype and repeats(node, source, sizes):
+            found = source[0]
+    return found
