@@ -102,11 +102,12 @@ class Call(NamedTuple):
 class Buffers(NamedTuple):
     """What the kernels of one call write.
 
-    `out` is dense in the order of its dims in memory; `out_strides` are those of n, h and m.
+    `out` is dense in the order of its dims in memory; `out_strides` are those of n, h and m. There
+    are no partial results where the only one of a row is the result.
     """
 
-    o_part: Tensor
-    lse_part: Tensor
+    o_part: Tensor | None
+    lse_part: Tensor | None
     out: Tensor
     out_strides: tuple[Size, ...]
     lse: Tensor

@@ -182,10 +182,9 @@ def _buffers(
     # Not `out.stride()`: strides of symbolic sizes are to be said by the sizes themselves.
     strides = tuple(math.prod(sizes[d] for d in _inside(order, axis)) for axis in range(3))
     if configs[0].direct:
-        o_part, lse_part = out, lse  # never written
-    else:
-        o_part = q.new_empty((splits, *sizes), dtype=torch.float32)
-        lse_part = q.new_empty((splits, *sizes[:3]), dtype=torch.float32)
+        return Buffers(None, None, out, strides, lse)
+    o_part = q.new_empty((splits, *sizes), dtype=torch.float32)
+    lse_part = q.new_empty((splits, *sizes[:3]), dtype=torch.float32)
     return Buffers(o_part, lse_part, out, strides, lse)
 
 
