@@ -7,6 +7,7 @@ over what was then recomputed.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,13 +20,14 @@ from torch_cascade.passes.attention import bound_arguments
 from torch_cascade.passes.blend_question import Asked, Asking, asked_of, asking_of, unknown
 from torch_cascade.passes.blend_site import ReuseSite
 from torch_cascade.passes.inline import Call, Inliner
-from torch_cascade.passes.token_apply import apply_rows
+from torch_cascade.passes.token_apply import MadeRows, apply_rows
 from torch_cascade.passes.token_axis import RowPlan, plan_rows
 from torch_cascade.passes.token_frontier import Frontier, ancestors, contracts
 from torch_cascade.passes.token_rows import Demand
 from torch_cascade.runtime.reading import Reading
 
 aten = torch.ops.aten
+prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,10 @@ def emit_ahead(inliner: Inliner, ahead: Ahead, site: ReuseSite) -> list[fx.Node]
     plan = _planned(graph, site, frontier, layers, sizes)
     assert not isinstance(plan, Declined), f"planned for the originals: {plan}"
     made = apply_rows(plan, site.fresh_rows)
-    asked = [asked_of(asking, site, made, made.fused[asking.marker]) for asking in layers]
-    peaks = [_peaks(inliner, ahead, site, one) for one in asked]
+    peaks = []
+    for asking in layers:
+        asked = asked_of(asking, site, made, made.fused[asking.marker])
+        peaks.append(_peaks(inliner, ahead, site, asked, _logarithms(asking, made)))
     _erase(graph, below)
     return peaks
 
@@ -152,9 +156,25 @@ def _of_copies(asking: Asking, copies: dict[fx.Node, fx.Node]) -> Asking:
     return replace(asking, marker=marker, attention=attention, q=moved(asking.q), mask=mask)
 
 
-def _peaks(inliner: Inliner, ahead: Ahead, site: ReuseSite, asked: Asked) -> fx.Node:
+def _logarithms(asking: Asking, made: MadeRows) -> fx.Node | None:
+    """The log-sum-exp of the rows' scores: what attention of the same rows computes beside them."""
+    out = made.rows.get((asking.attention, asking.q[1]))
+    if out is not None and out.target is prims.convert_element_type.default:
+        out = out.args[0]  # type: ignore[assignment]
+    if out is None or out.target is not operator.getitem:
+        return None
+    pair = out.args[0]
+    assert isinstance(pair, fx.Node)
+    if pair.target is not torch.ops.cascade.attend.default:
+        return None
+    return Emitter(out).call(operator.getitem, pair, 1)
+
+
+def _peaks(
+    inliner: Inliner, ahead: Ahead, site: ReuseSite, asked: Asked, lse: fx.Node | None
+) -> fx.Node:
     looked = _Looked(asked.is_causal, asked.scale, asked.flat)
-    call = Call(looked, (asked.q, asked.k, asked.mask, site.fresh_rows, site.chunks))
+    call = Call(looked, (asked.q, asked.k, asked.mask, site.fresh_rows, site.chunks, lse))
     found: fx.Node
     (found,) = inliner.inline(call, ahead.anchor)
     return found
@@ -169,10 +189,16 @@ class _Looked:
     flat: bool
 
     def __call__(
-        self, q: Tensor, k: Tensor, mask: Tensor | None, fresh: Tensor, chunks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        mask: Tensor | None,
+        fresh: Tensor,
+        chunks: Tensor | None,
+        lse: Tensor | None,
     ) -> Tensor:
         known = {"is_causal": self.is_causal, "scale": self.scale, "flat": self.flat}
-        reading = Reading(q, k, k, mask, fresh, chunks, **known, short=True)  # type: ignore[arg-type]
+        reading = Reading(q, k, k, mask, fresh, chunks, **known, short=True, lse=lse)  # type: ignore[arg-type]
         return reading.peak_attention()
 
 

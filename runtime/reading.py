@@ -34,6 +34,8 @@ class Reading:
         scale: factor of the scores; None for 1/sqrt(D).
         flat: the mask is [.., N * F, L], with the queries of all batch rows.
         short: scores are of the dtype of q rather than float32, which is faster.
+        lse: [N, Hq, F], logarithm of the sum of the exponentials of each query's visible scores
+            where it is known, -inf for a query that sees nothing.
         differs: why what is cached is no key or value as these are; "" where it is.
     """
 
@@ -47,6 +49,7 @@ class Reading:
     scale: float | None = None
     flat: bool = False
     short: bool = False
+    lse: Tensor | None = None
     differs: str = ""
 
     def attention(self) -> Tensor:
@@ -134,13 +137,17 @@ class Reading:
             scores = scores.masked_fill(~mask, -torch.inf)
         elif mask is not None:
             scores = scores + mask.to(kind)
-        top = scores.amax(-1, keepdim=True)
-        weights = torch.exp(scores - torch.where(top == -torch.inf, 0.0, top))
-        total = weights.sum(-1, keepdim=True)
-        weights = weights / torch.where(total == 0, 1.0, total)
+        weights = self._shares(scores)
         if self._counted is None:
             return weights
         return weights.masked_fill(~self._counted[:, None, :, None], 0.0)
+
+    def _shares(self, scores: Tensor) -> Tensor:
+        if self.lse is not None:
+            return torch.exp(scores - _finite(self.lse)[..., None])
+        weights = torch.exp(scores - _finite(scores.amax(-1, keepdim=True)))
+        total = weights.sum(-1, keepdim=True)
+        return weights / torch.where(total == 0, 1.0, total)
 
     @cached_property
     def _counted(self) -> Tensor | None:
@@ -149,6 +156,10 @@ class Reading:
             return None
         fresh = self.chunks.gather(1, self.fresh_rows) < 0
         return fresh | ~fresh.any(1, keepdim=True)
+
+
+def _finite(x: Tensor) -> Tensor:
+    return torch.where(x == -torch.inf, 0.0, x)
 
 
 def _squared(x: Tensor) -> Tensor:

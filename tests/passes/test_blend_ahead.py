@@ -1,7 +1,9 @@
 """The selector that runs the fresh tokens ahead: where they look in later layers."""
 
+import itertools
 import math
 from fractions import Fraction
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from support.tolerance import assert_close_to_reference
 from transformers import Cache
 
 from torch_cascade.compiler.report import Reason
+from torch_cascade.passes import token_attention
+from torch_cascade.runtime.reading import Reading
 from torch_cascade.runtime.selection import by_question
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]
@@ -77,6 +81,30 @@ def test_where_the_fresh_tokens_look_in_later_layers(family, padding):
     metric = lambda n, *kv: seen[n]  # noqa: E731
     chosen = assert_chooses(family, prompt, metric, stages, selector=later, check_layers="0:0.15")
     assert chosen != expected(model_of(family), prompt, stages)[1], "as by values"
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_on_a_gpu_attention_says_what_the_probabilities_add_up_to(family):
+    """No softmax of its own, but for the last layer, whose attention is not needed."""
+    prompt = prompt_of(model_of(family), ROWS)
+    seen, stages = look_ahead(model_of(family), prompt, 0), {0: "0.15"}
+    given = []
+
+    def spied(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        given.append(self.lse)
+
+    made = Reading.__init__
+    metric = lambda n, *kv: seen[n]  # noqa: E731
+    with (
+        mock.patch.object(token_attention, "reads_positions", lambda device: True),
+        mock.patch.object(Reading, "__init__", spied),
+    ):
+        assert_chooses(family, prompt, metric, stages, selector=later, check_layers="0:0.15")
+    assert [known for known, _ in itertools.groupby(lse is not None for lse in given)] == [
+        True,
+        False,
+    ]
 
 
 def test_one_row_of_a_batch():
