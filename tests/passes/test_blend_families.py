@@ -1,10 +1,14 @@
 """A blend of every family equals an eager CacheBlend that shares no code with it."""
 
+from unittest import mock
+
 import pytest
 import torch
 from support.blend_models import blended, expected, full, model_of, prompt_of
 from support.reuse_models import REUSING
 from support.tolerance import assert_close_to_reference, max_error
+
+from torch_cascade.passes import token_attention
 
 ROWS = [[7, 9, 5], [5, 4, 7, 5]]  # chunk lengths of the batch rows; the last part is the question
 
@@ -36,6 +40,17 @@ def test_family(family):
     error = max_error(got.logits, exact.logits)
     for other in (whole, reuse):
         assert max_error(other.logits, exact.logits) > 100 * error
+
+
+@pytest.mark.parametrize("family", REUSING)
+def test_family_by_positions(family):
+    """As on a GPU: attention takes positions for masks, and keys that are not repeated."""
+    model = model_of(family)
+    prompt = prompt_of(model, ROWS)
+    with mock.patch.object(token_attention, "reads_positions", lambda device: True):
+        got = blended(model, prompt)
+    assert got.record.layers == ("computed", "checked", "reused")
+    assert_blend(got, family, prompt, {1: "0.15"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
