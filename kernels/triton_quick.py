@@ -8,6 +8,9 @@ maximum, sums and maxima stay in their threads until the end, and the output is 
 
 Whether the range was kept is checked at the end, and if not, the run is computed again by the other
 loop: rare, as scores have to grow by a factor of 2^LIMIT after the first tile, and never wrong.
+
+Where positions hide keys, these are the keys before the first hidden one (`seen_by_all`); the rest
+is the other loop's, which goes on from the state that this one leaves.
 """
 
 from __future__ import annotations
