@@ -122,6 +122,8 @@ class ChunkStore:
         self._shelf = ChunkShelf(tiers, files)
         self.rotation = verify_rotation(self._model)
         without_branches(self._model)  # the same rotation, so that a prefill is one graph
+        self._places = "position_ids" in inspect.signature(type(self._model).forward).parameters
+        self._cache_name = cache_argument(self._model)
         # Of these only lookup tables are used, which no length changes.
         self._tables = self.rotation.tables(1)
         self._fingerprint = fingerprint(self._model)
@@ -228,7 +230,6 @@ class ChunkStore:
         ids = layout.ids(pad)
         # Without a mask, generate() would take pad ids inside of a prompt for padding.
         masked = layout.padded or bool((ids == pad).any())
-        placed = "position_ids" in inspect.signature(type(self._model).forward).parameters
 
         def sent(x: Tensor) -> Tensor:
             return x.to(self._device, non_blocking=True)
@@ -236,9 +237,8 @@ class ChunkStore:
         # Before the cache: what is sent to a GPU waits for all that the GPU was told before.
         input_ids = sent(ids)
         mask = sent(layout.mask()) if masked else None
-        positions = sent(layout.positions()) if layout.padded and placed else None
-        name = cache_argument(self._model)
-        return Blended(input_ids, self._cache(plan), report, mask, positions, name)
+        positions = sent(layout.positions()) if layout.padded and self._places else None
+        return Blended(input_ids, self._cache(plan), report, mask, positions, self._cache_name)
 
     def _cache(self, plan: Plan) -> BlendCache:
         layers, device = self.rotation.layers, self._device
