@@ -8,9 +8,10 @@ import torch
 
 from torch_cascade.runtime.blend_layers import KeyValue
 from torch_cascade.runtime.chunk_files import ChunkFile, ChunkFileError
+from torch_cascade.runtime.chunk_joining import assemble, check_dtypes, empty_buffers
 from torch_cascade.runtime.chunk_loading import Kept, Load
 from torch_cascade.runtime.chunk_parts import Span
-from torch_cascade.runtime.chunk_plan import Cached, Plan, assemble, empty_buffers
+from torch_cascade.runtime.chunk_plan import Cached, Plan
 from torch_cascade.runtime.chunk_shelf import ChunkShelf
 from torch_cascade.runtime.chunks import Chunk
 from torch_cascade.runtime.take_kv import Pending
@@ -55,7 +56,8 @@ def _load(plan: Plan, layers: int, device: torch.device, shelf: ChunkShelf) -> L
         (_Reporting(cached, shelf), spans, not _is_near(cached, device) and shelf.wants(cached))
         for cached, spans in places.values()
     ]
-    buffers = [empty_buffers(plan, layer, device, zero=True) for layer in range(layers)]
+    check_dtypes(plan)
+    buffers = empty_buffers(plan, layers, device, zero=True)
     return Load(fetches, buffers, finished)
 
 

@@ -6,6 +6,7 @@ import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -133,18 +134,19 @@ class Layout:
         """Whether any row has padding."""
         return any(len(places) > 0 for places in self.padding)
 
-    def tokens(self, row: int) -> int:
-        """How many tokens of a row are no padding."""
-        return self.length - len(self.padding[row])
+    @cached_property
+    def tokens(self) -> tuple[Ids, ...]:
+        """Of each row, without padding."""
+        return tuple(map(flattened, self.rows))
 
     def ids(self, pad: int) -> Tensor:
         """Int64 [N, L]."""
-        ids = torch.full((len(self.rows), self.length), pad, dtype=torch.int64)
-        for row, (parts, spans) in enumerate(zip(self.rows, self.spans, strict=True)):
-            # A tensor made of a tuple takes ten times as long.
-            tokens = torch.frombuffer(array("q", flattened(parts)), dtype=torch.int64)
-            ids[row, spans[0].start : spans[-1].end] = tokens
-        return ids
+        ids = array("q")
+        for tokens, places in zip(self.tokens, self.padding, strict=True):
+            padding = array("q", [pad]) * len(places)
+            left = places.start == 0
+            ids += padding + array("q", tokens) if left else array("q", tokens) + padding
+        return int64_rows(ids, len(self.rows))
 
     def mask(self) -> Tensor:
         """Int64 [N, L], 0 at padding."""
@@ -157,6 +159,14 @@ class Layout:
         """Int64 [N, L], counted as `generate` does: from the first token; 0 at left padding."""
         mask = self.mask()
         return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+
+
+def int64_rows(numbers: array[int], rows: int) -> Tensor:
+    """Int64 [rows, M] of so many rows of numbers; a tensor made of a tuple takes ten times as long.
+
+    A copy: what a compiler is given is better no view of something else.
+    """
+    return torch.frombuffer(numbers, dtype=torch.int64).view(rows, -1).clone()
 
 
 def lay_out(rows: Sequence[Sequence[Ids]], padding_side: str) -> Layout:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_cascade.runtime.blend_layers import KeyValue, Reuse
+from torch_cascade.runtime.blend_layers import Reuse
 from torch_cascade.runtime.chunk_files import ChunkFile
-from torch_cascade.runtime.chunk_parts import Layout, Span
-from torch_cascade.runtime.chunks import Chunk, table_bytes
+from torch_cascade.runtime.chunk_parts import Layout, Span, int64_rows
+from torch_cascade.runtime.chunks import Chunk
 from torch_cascade.runtime.positions import RopeTable, Turn, join
 from torch_cascade.runtime.rotation import ModelRotation
 
@@ -53,11 +54,7 @@ class Plan:
 
     def chunks(self) -> Tensor:
         """Int64 [N, L]: the number of the chunk a token is from, -1 for none."""
-        numbers = torch.full((len(self.rows), self.layout.length), -1, dtype=torch.int64)
-        for row, all_placed in enumerate(self.rows):
-            for placed in all_placed:
-                numbers[row, placed.span.start : placed.span.end] = placed.number
-        return numbers
+        return self._by_token(lambda placed: placed.number, -1)
 
     def fresh_rows(self) -> Tensor:
         """Int64 [N, F], ascending: the tokens without a cached copy, and the last place of a row.
@@ -71,19 +68,37 @@ class Plan:
         # Fresh tokens first, then padding, then cached ones; within each the last ones first.
         rank = torch.where(cached, 2, torch.where(padding, 1, 0))
         rank[:, -1] = 0  # also where it is padding: a compiled forward's logits end there
-        places = torch.arange(self.layout.length)
-        order = (rank * self.layout.length - places).argsort(dim=1)
-        count = max(int((rank == 0).sum(1).max()), min(2, self.layout.length))
-        return order[:, :count].sort(dim=1).values
+        fresh = rank == 0
+        counts = fresh.sum(1).tolist()
+        count = max(*counts, min(2, self.layout.length))
+        if min(counts) == count:  # nothing to fill up, so nothing to sort
+            chosen = fresh.nonzero()[:, 1].view(-1, count)
+        else:
+            places = torch.arange(self.layout.length)
+            order = (rank * self.layout.length - places).argsort(dim=1)
+            chosen = order[:, :count].sort(dim=1).values
+        # The same strides for all, on which a compiled forward has guards.
+        return chosen.clone(memory_format=torch.contiguous_format)
 
     def old_positions(self) -> Tensor:
         """Int64 [N, L]: where each token was when it was cached; its own where it was not."""
-        positions = self.layout.positions()
-        for row, all_placed in enumerate(self.rows):
-            for placed in all_placed:
-                span, first = placed.span, len(placed.chunk.key.context)
-                positions[row, span.start : span.end] = first + torch.arange(span.length)
-        return positions
+        first = self._by_token(lambda p: len(p.chunk.key.context) - p.span.position, 0)
+        return self.layout.positions() + first
+
+    def _by_token(self, number: Callable[[Placed], int], none: int) -> Tensor:
+        """Int64 [N, L]: a number of the chunk that a token is from, else `none`.
+
+        One op, and not one for each chunk: this is time to the first token.
+        """
+        numbers = array("q")
+        for row in self.rows:
+            end = 0
+            for placed in row:
+                numbers += array("q", [none]) * (placed.span.start - end)
+                numbers += array("q", [number(placed)]) * placed.span.length
+                end = placed.span.end
+            numbers += array("q", [none]) * (self.layout.length - end)
+        return int64_rows(numbers, len(self.rows))
 
 
 def make_plan(layout: Layout, found: Sequence[Sequence[Cached | None]]) -> Plan:
@@ -125,9 +140,10 @@ def _turns(
 ) -> tuple[Turn, ...]:
     if not new:
         return ()
-    old, positions = plan.old_positions().to(device), plan.layout.positions().to(device)
+    both = torch.stack([plan.old_positions(), plan.layout.positions()])
+    old, positions = both.to(device, non_blocking=True).unbind()
     chunks = [placed.chunk for row in plan.rows for placed in row]
-    tables = {table_bytes(chunk.tables): chunk.tables for chunk in chunks}
+    tables = {chunk.frequencies: chunk.tables for chunk in chunks}
     if len(tables) == 1:
         (only,) = tables.values()
         return rotation.turns(only, new, old, positions)
@@ -159,74 +175,3 @@ def _row_turns(
         if stop > start
     ]
     return [join(turns) for turns in zip(*parts, strict=True)]
-
-
-def assemble(plan: Plan, layers: int, device: torch.device) -> list[KeyValue]:
-    """Every layer's cached keys and values at their places: [N, H, L, D] and [N, H, L, Dv].
-
-    Args:
-        plan: of chunks that are on `device`.
-        layers: of the model.
-        device: the model's.
-
-    Returns:
-        New tensors, zero where nothing is cached.
-
-    Raises:
-        ValueError: chunks of different dtypes.
-    """
-    rows = [[(placed.span, _near(placed.chunk).lent()) for placed in row] for row in plan.rows]
-    made = []
-    for layer in range(layers):
-        buffers = empty_buffers(plan, layer, device)
-        for target, row in zip(zip(*buffers, strict=True), rows, strict=True):
-            for index, part in enumerate(target):
-                _join_tokens([(span, pairs[layer][index]) for span, pairs in row], part)
-        made.append(buffers)
-    return made
-
-
-def _near(chunk: Cached) -> Chunk:
-    assert isinstance(chunk, Chunk)
-    return chunk
-
-
-def empty_buffers(plan: Plan, layer: int, device: torch.device, *, zero: bool = False) -> KeyValue:
-    """Room for a layer's cached keys and values, uninitialised or zero.
-
-    Raises:
-        ValueError: chunks of different dtypes.
-    """
-    samples = [placed.chunk.like(layer) for row in plan.rows for placed in row]
-    dtypes = {(keys.dtype, values.dtype) for keys, values in samples}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"chunks were cached in different dtypes, under different autocast: {dtypes}"
-        )
-    make = torch.zeros if zero else torch.empty
-    rows, length = len(plan.rows), plan.layout.length
-    keys, values = (
-        make(rows, x.shape[0], length, x.shape[2], dtype=x.dtype, device=device) for x in samples[0]
-    )
-    return keys, values
-
-
-def _join_tokens(pieces: Sequence[tuple[Span, Tensor]], out: Tensor) -> None:
-    """Write pieces [H, T, D] at their places into `out` [H, L, D], zeros elsewhere: one kernel.
-
-    Time to the first token has a call of this for every layer, twice: no view that is not needed.
-    """
-    parts: list[Tensor] = []
-    end = 0
-    for span, states in pieces:
-        if span.start > end:
-            parts.append(_zeros(out, span.start - end))
-        parts.append(states if states.shape[1] == span.length else states[:, : span.length])
-        end = span.end
-    if out.shape[1] > end:
-        parts.append(_zeros(out, out.shape[1] - end))
-    torch.cat(parts, dim=1, out=out)
-
-
-def _zeros(like: Tensor, length: int) -> Tensor:
-    return like.new_zeros(()).expand(like.shape[0], length, like.shape[2])

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_cascade.runtime.chunk_parts import Ids, flattened
+from torch_cascade.runtime.chunk_parts import Ids
 from torch_cascade.runtime.chunk_plan import Cached, Plan
 
 
@@ -88,7 +88,7 @@ def blend_report(
     }
     parts = []
     for n, (row, spans) in enumerate(zip(found, plan.layout.spans, strict=True)):
-        tokens = flattened(plan.layout.rows[n])
+        tokens = plan.layout.tokens[n]
         for i, (hit, span) in enumerate(zip(row, spans, strict=True)):
             count = reused.get((n, span.start), 0)
             cached, tier = hit if hit is not None and count else (None, "fresh")

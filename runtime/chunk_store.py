@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_cascade.runtime.blend_cache import BlendCache
 from torch_cascade.runtime.blended import Blended
@@ -23,7 +23,6 @@ from torch_cascade.runtime.chunk_parts import (
     Ids,
     Layout,
     Part,
-    flattened,
     lay_out,
     pad_id,
     prompt_rows,
@@ -31,7 +30,7 @@ from torch_cascade.runtime.chunk_parts import (
 )
 from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
 from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
-from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
+from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, device_of, make_tiers
 from torch_cascade.runtime.chunks import Chunk, ChunkKey, capture, check_ids
 from torch_cascade.runtime.fingerprint import fingerprint, trace, versions
 from torch_cascade.runtime.prefix_cache import cache_argument
@@ -112,7 +111,7 @@ class ChunkStore:
             RotationError: the model's keys cannot be moved.
         """
         self._model: Any = getattr(model, "_orig_mod", model)
-        self._device = _device_of(self._model, device)
+        self._device = device_of(self._model, device)
         check_budget("disk_bytes", disk_bytes)
         if folder is None and disk_bytes:
             raise ValueError(f"disk_bytes={disk_bytes}, but no folder")
@@ -123,6 +122,8 @@ class ChunkStore:
         self._shelf = ChunkShelf(tiers, files)
         self.rotation = verify_rotation(self._model)
         without_branches(self._model)  # the same rotation, so that a prefill is one graph
+        self._places = "position_ids" in inspect.signature(type(self._model).forward).parameters
+        self._cache_name = cache_argument(self._model)
         # Of these only lookup tables are used, which no length changes.
         self._tables = self.rotation.tables(1)
         self._fingerprint = fingerprint(self._model)
@@ -185,7 +186,7 @@ class ChunkStore:
         layout = lay_out(prompt_rows(parts), padding_side)
         self._check_ids(layout)
         already = len(self._shelf.refused)
-        found = [self._find_all(row) for row in layout.rows]
+        found = [self._find_all(*row) for row in zip(layout.rows, layout.tokens, strict=True)]
         refused = tuple(self._shelf.refused[already:])
         for reason in refused:
             warnings.warn(f"a chunk is computed anew: {reason}", stacklevel=2)
@@ -203,9 +204,9 @@ class ChunkStore:
             tiers.append(disk)
         return StoreReport(tuple(tiers), shelf.misses, tuple(shelf.refused))
 
-    def _find_all(self, row: Sequence[Ids]) -> list[tuple[Cached, str] | None]:
+    def _find_all(self, row: Sequence[Ids], tokens: Ids) -> list[tuple[Cached, str] | None]:
         """The copies of a prompt's parts, with their tiers."""
-        tokens, starts = flattened(row), itertools.accumulate(map(len, row[:-1]), initial=0)
+        starts = itertools.accumulate(map(len, row[:-1]), initial=0)
         keys = [self._keys(ids, tokens, start) for ids, start in zip(row, starts, strict=True)]
         self._shelf.prefetch(itertools.chain.from_iterable(keys))
         return [self._shelf.find_first(candidates, self._tables) for candidates in keys]
@@ -225,27 +226,30 @@ class ChunkStore:
         return [ChunkKey(self._computed_by(), ids, context) for context in contexts]
 
     def _inputs(self, plan: Plan, report: BlendReport) -> Blended:
-        layout, device, pad = plan.layout, self._device, pad_id(self._model)
+        layout, pad = plan.layout, pad_id(self._model)
         ids = layout.ids(pad)
-        cache = BlendCache(self.rotation.layers)
-        if plan.reused:
-            length = max(layout.tokens(row) for row in range(len(layout.rows)))
-            reuse = reuse_of(plan, self.rotation, self.rotation.tables(length), device)
-            cached, load = bring(plan, len(self.rotation.layers), device, self._shelf)
-            cache = BlendCache(self.rotation.layers, cached, reuse, load)
-            if load is not None:
-                load.start(self._reader)
         # Without a mask, generate() would take pad ids inside of a prompt for padding.
         masked = layout.padded or bool((ids == pad).any())
-        placed = "position_ids" in inspect.signature(type(self._model).forward).parameters
-        return Blended(
-            ids.to(device),
-            cache,
-            report,
-            layout.mask().to(device) if masked else None,
-            layout.positions().to(device) if layout.padded and placed else None,
-            cache_argument(self._model),
-        )
+
+        def sent(x: Tensor) -> Tensor:
+            return x.to(self._device, non_blocking=True)
+
+        # Before the cache: what is sent to a GPU waits for all that the GPU was told before.
+        input_ids = sent(ids)
+        mask = sent(layout.mask()) if masked else None
+        positions = sent(layout.positions()) if layout.padded and self._places else None
+        return Blended(input_ids, self._cache(plan), report, mask, positions, self._cache_name)
+
+    def _cache(self, plan: Plan) -> BlendCache:
+        layers, device = self.rotation.layers, self._device
+        if not plan.reused:
+            return BlendCache(layers)
+        tables = self.rotation.tables(max(map(len, plan.layout.tokens)))
+        reuse = reuse_of(plan, self.rotation, tables, device)
+        cached, load = bring(plan, len(layers), device, self._shelf)
+        if load is not None:
+            load.start(self._reader)
+        return BlendCache(layers, cached, reuse, load)
 
     def _computed_by(self) -> str:
         """The model, and the autocast under which its keys and values have another dtype."""
@@ -271,7 +275,7 @@ class ChunkStore:
             raise RuntimeError(_CHANGED)
 
     def _check_ids(self, layout: Layout) -> None:
-        check_ids(self._model, (part for row in layout.rows for part in row))
+        check_ids(self._model, max(map(max, layout.tokens)))
         bos = self._model.config.get_text_config().bos_token_id
         inner = [
             (n, i)
@@ -286,15 +290,3 @@ class ChunkStore:
                 f"{bos}: tokenize all parts but the first with add_special_tokens=False",
                 stacklevel=3,
             )
-
-
-def _device_of(model: Any, wanted: torch.device | str | None) -> torch.device:
-    devices: set[torch.device] = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise ValueError(f"the model must be on one device, got {sorted(map(str, devices))}")
-    (device,) = devices
-    if wanted is not None:
-        asked = torch.device(wanted)
-        if asked.type != device.type or asked.index not in (None, device.index):
-            raise ValueError(f"device={asked}, but the model is on {device}")
-    return device

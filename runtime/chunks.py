@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from torch_cascade.runtime.chunk_parts import Ids
 from torch_cascade.runtime.positions import Frequencies, RopeTable
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import ModelRotation
+
+Dtypes: TypeAlias = tuple[tuple[torch.dtype, torch.dtype], ...]
 
 
 @dataclass(frozen=True)
@@ -99,6 +101,16 @@ class Chunk:
         """Of keys and values."""
         return sum(k.nbytes + v.nbytes for k, v in self.layers)
 
+    @cached_property
+    def dtypes(self) -> Dtypes:
+        """Of each layer's keys and values."""
+        return tuple((keys.dtype, values.dtype) for keys, values in self.layers)
+
+    @cached_property
+    def frequencies(self) -> bytes:
+        """Equal where `tables` are."""
+        return table_bytes(self.tables)
+
     @property
     def device(self) -> torch.device:
         """Where keys and values are."""
@@ -112,10 +124,14 @@ class Chunk:
         return pair
 
     def lent(self) -> tuple[KeyValue, ...]:
-        """Those of all layers, at less cost than one by one."""
+        """Those of all layers as a row [1, H, T, D], at less cost than one by one."""
         if self.made is not None:
             self.made.lend(states for pair in self.layers for states in pair)
-        return self.layers
+        return self._row
+
+    @cached_property
+    def _row(self) -> tuple[KeyValue, ...]:
+        return tuple((keys[None], values[None]) for keys, values in self.layers)
 
     def like(self, index: int) -> KeyValue:
         """Tensors of the sizes and dtype of a layer's keys and values."""
@@ -157,7 +173,7 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
         ValueError: the cache does not hold every token in every layer; a token id that the model
             has not; or a context and chunk longer than the model's table of positions.
     """
-    check_ids(model, (key.context, key.ids))
+    check_ids(model, max((*key.context, *key.ids)))
     device = next(model.parameters()).device
     ids = torch.tensor([*key.context, *key.ids], device=device)[None]
     tables = tuple(_on_host(table) for table in rotation.tables(ids.shape[1]))
@@ -172,14 +188,13 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     return Chunk(key, tables, _kept(cache, rotation, key), Made.now(device))
 
 
-def check_ids(model: Any, parts: Iterable[Ids]) -> None:
+def check_ids(model: Any, largest: int) -> None:
     """Refuse token ids that the model does not have.
 
     Raises:
-        ValueError: one is too large.
+        ValueError: the largest is too large.
     """
     known = model.get_input_embeddings().weight.shape[0]
-    largest = max(max(ids, default=0) for ids in parts)
     if largest >= known:
         raise ValueError(f"the model has {known} token ids, got {largest}")
 

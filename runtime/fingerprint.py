@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,19 +72,20 @@ def versions(model: nn.Module) -> tuple[tuple[int, int, int], ...]:
 
     Parameters made under `torch.inference_mode()` do not say that they were written.
     """
-    return tuple(
-        (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in _parameters(model)
-    )
+    parameters = (p for p in _parameters(model) if p is not None)
+    return tuple([(id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in parameters])
 
 
-def _parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """As `model.parameters()`, without names and ten times as fast."""
+def _parameters(model: nn.Module) -> list[nn.Parameter | None]:
+    """As `model.parameters()`, without names and several times as fast: every prompt asks."""
     modules: list[nn.Module | None] = [model]
+    found: list[nn.Parameter | None] = []
     while modules:
         module = modules.pop()
         if module is not None:
-            yield from (p for p in module._parameters.values() if p is not None)
-            modules.extend(module._modules.values())
+            found += module._parameters.values()
+            modules += module._modules.values()
+    return found
 
 
 def _meaningful(config: Any) -> Any:

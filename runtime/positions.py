@@ -58,7 +58,7 @@ class Frequencies:
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines times `factor`, float32 [..., pairs], of int64 positions [...]."""
-        frequencies = self.inv_freq.to(positions.device, torch.float32)
+        frequencies = self.inv_freq.to(positions.device, torch.float32, positions.is_cuda)
         angles = positions[..., None].float() * frequencies
         return angles.cos() * self.factor, angles.sin() * self.factor
 

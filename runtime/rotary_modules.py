@@ -77,7 +77,7 @@ class FrequencyModule:
         """
         clone = detached(self.module)
         buffer = next(iter(clone.buffers(recurse=False)))
-        ends = torch.tensor([[0, length - 1]], device=buffer.device)
+        ends = torch.tensor([[0, length - 1]]).to(buffer.device, non_blocking=True)
         x = torch.zeros(1, 2, 1, dtype=torch.float32, device=buffer.device)
         inputs: dict[str, Any] = {} if self.layer_type is None else {"layer_type": self.layer_type}
         with torch.no_grad():
