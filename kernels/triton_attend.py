@@ -35,8 +35,11 @@ from torch_cascade.kernels.triton_step import (
 
 
 @triton.jit
-def place_of(item, rows, splits, kv_heads, BLOCK_M: tl.constexpr, BACKWARDS: tl.constexpr):
-    """(row tile, split, KV row, KV head) of an item of a slot, the row tile varying fastest.
+def tile_of(
+    item, rows, splits, kv_heads, branches, group, q_len,
+    BLOCK_M: tl.constexpr, BACKWARDS: tl.constexpr,
+):  # fmt: skip
+    """(rows, split, KV row, KV head) of an item of a slot, the tile of rows varying fastest.
 
     The row tiles that read the same keys run side by side, and the cache serves all but the first.
     BACKWARDS: the last rows, which see most keys where positions ascend, come first, so that no
@@ -44,10 +47,12 @@ def place_of(item, rows, splits, kv_heads, BLOCK_M: tl.constexpr, BACKWARDS: tl.
     """
     row_blocks = tl.cdiv(rows, BLOCK_M)
     pair = item // (row_blocks * splits)
+    kv_row, kv_head = pair // kv_heads, pair % kv_heads
     row_block = item % row_blocks
     if BACKWARDS:
         row_block = row_blocks - 1 - row_block
-    return row_block, (item // row_blocks) % splits, pair // kv_heads, pair % kv_heads
+    tile = rows_of(row_block, kv_row, kv_head, branches, group, q_len, rows, BLOCK_M)
+    return tile, (item // row_blocks) % splits, kv_row, kv_head
 
 
 @triton.jit
@@ -205,18 +210,15 @@ def attend_parts(
         positions_stride_n_b, positions_stride_m_b, kv_start_b, window_b, kv_lens_b,
     )  # fmt: skip
     if item < items_a:
-        row_block, split, kv_row, kv_head = place_of(
-            item, rows_a, splits_a, kv_heads, BLOCK_M_a, POSITIONS_a
+        row_info, split, kv_row, kv_head = tile_of(
+            item, rows_a, splits_a, kv_heads, branches_a, group, q_len, BLOCK_M_a, POSITIONS_a
         )
-        row_info = rows_of(row_block, kv_row, kv_head, branches_a, group, q_len, rows_a, BLOCK_M_a)
         q_tile = load_queries(q, row_info, q_strides, D_K, PAD_K)
         state = empty_state(BLOCK_M_a, PAD_V)
         low = split * split_len_a
         high = tl.minimum(low + split_len_a, kv_len_a)
         if QUICK and RAW_A and MASK_a == 0 and not WINDOW_a:
-            open_to = high
-            if POSITIONS_a:
-                open_to = seen_by_all(row_info, seen_a, kv_len_a, low, high, BLOCK_N_a)
+            open_to = seen_by_all(row_info, seen_a, kv_len_a, low, high, BLOCK_N_a, POSITIONS_a)
             state, low = attend_quick(
                 q_tile, kv_row, kv_head, low, open_to, scale, keys_a, kv_lens_a,
                 D_K, D_V, PAD_K, PAD_V, BLOCK_N_a, LENS_a, PAGED_a, PRECISION, K_STEP_a, V_STEP_a,
@@ -245,11 +247,8 @@ def attend_parts(
         )  # fmt: skip
     elif SLOTS == 2:
         item -= items_a
-        row_block, split, kv_row, kv_head = place_of(
-            item, rows_b, splits_b, kv_heads, BLOCK_M_b, POSITIONS_b
-        )
-        row_info_b = rows_of(
-            row_block, kv_row, kv_head, branches_b, group, q_len, rows_b, BLOCK_M_b
+        row_info_b, split, kv_row, kv_head = tile_of(
+            item, rows_b, splits_b, kv_heads, branches_b, group, q_len, BLOCK_M_b, POSITIONS_b
         )
         q_tile_b = load_queries(q, row_info_b, q_strides, D_K, PAD_K)
         low = split * split_len_b

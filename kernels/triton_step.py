@@ -132,11 +132,16 @@ def bounds_of(rows, seen, kv_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def seen_by_all(rows, seen, kv_len, low, high, BLOCK_N: tl.constexpr):
+def seen_by_all(
+    rows, seen, kv_len, low, high, BLOCK_N: tl.constexpr, POSITIONS: tl.constexpr
+):  # fmt: skip
     """How far positions hide none of the keys [low, high) from any row: whole tiles from low on."""
-    _position, _begin, end = bounds_of(rows, seen, kv_len, False)
-    least = tl.min(tl.where(rows[0], end, kv_len), 0)
-    return low + tl.maximum(tl.minimum(least, high) - low, 0) // BLOCK_N * BLOCK_N
+    if not POSITIONS:
+        return high
+    else:
+        _position, _begin, end = bounds_of(rows, seen, kv_len, False)
+        least = tl.min(tl.where(rows[0], end, kv_len), 0)
+        return low + tl.maximum(tl.minimum(least, high) - low, 0) // BLOCK_N * BLOCK_N
 
 
 @triton.jit

@@ -217,7 +217,7 @@ def open_keys(positions, kv_start, found, rows, low, high, keys):
     zero = tl.program_id(0)
     tile = rows_of(zero, zero, zero, 1, 1, rows, rows, 16)
     seen = (zero, zero, zero, zero, zero, positions, zero, 1, kv_start, zero)
-    tl.store(found, seen_by_all(tile, seen, keys, low, high, 16))
+    tl.store(found, seen_by_all(tile, seen, keys, low, high, 16, True))
 
 
 @pytest.mark.parametrize(
