@@ -122,7 +122,7 @@ class ChunkStore:
         self._shelf = ChunkShelf(tiers, files)
         self.rotation = verify_rotation(self._model)
         without_branches(self._model)  # the same rotation, so that a prefill is one graph
-        self._places = "position_ids" in inspect.signature(type(self._model).forward).parameters
+        self._takes_positions = "position_ids" in inspect.signature(type(self._model).forward).parameters
         self._cache_name = cache_argument(self._model)
         # Of these only lookup tables are used, which no length changes.
         self._tables = self.rotation.tables(1)
@@ -237,7 +237,7 @@ class ChunkStore:
         # Before the cache: what is sent to a GPU waits for all that the GPU was told before.
         input_ids = sent(ids)
         mask = sent(layout.mask()) if masked else None
-        positions = sent(layout.positions()) if layout.padded and self._places else None
+        positions = sent(layout.positions()) if layout.padded and self._takes_positions else None
         return Blended(input_ids, self._cache(plan), report, mask, positions, self._cache_name)
 
     def _cache(self, plan: Plan) -> BlendCache:
