@@ -122,7 +122,8 @@ class ChunkStore:
         self._shelf = ChunkShelf(tiers, files)
         self.rotation = verify_rotation(self._model)
         without_branches(self._model)  # the same rotation, so that a prefill is one graph
-        self._takes_positions = "position_ids" in inspect.signature(type(self._model).forward).parameters
+        arguments = inspect.signature(type(self._model).forward).parameters
+        self._takes_positions = "position_ids" in arguments
         self._cache_name = cache_argument(self._model)
         # Of these only lookup tables are used, which no length changes.
         self._tables = self.rotation.tables(1)
