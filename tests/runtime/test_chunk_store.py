@@ -281,12 +281,21 @@ def test_nothing_is_compiled_for_the_store():
     assert not torch._dynamo.utils.counters["stats"]
 
 
-def test_changed_weights_are_noticed():
+def written(model):
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+
+
+def replaced(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [written, replaced, lambda model: model.bfloat16()])
+def test_changed_weights_are_noticed(change):
     model = tiny_model("Llama", torch.float32)
     store, a = ChunkStore(model), ids(5)
     store.add(a)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
+    change(model)
     for call in (lambda: store.add(ids(4)), lambda: store.blend([a])):
         with pytest.raises(RuntimeError, match="weights have changed or moved"):
             call()
