@@ -49,10 +49,18 @@ def _same(one: Dim, other: Dim, sizes: Sizes) -> bool:
 def fewest_heads(node: fx.Node, sizes: Sizes) -> fx.Node:
     """The value [N, Hkv, L, D] whose heads a value [N, Hq, L, D] repeats; itself if it does not.
 
-    `cascade::attend` needs no copies: it reads a head once for all queries of its group.
+    `cascade::attend` needs no copies: it reads a head once for all queries of its group. What is
+    converted on the way is another value, even if it is converted back: it may have been rounded.
     """
     found = node
     for source in sources(node, sizes):
-        if tensor(source[0]).dtype == tensor(node).dtype and repeats(node, source, sizes):
+        if not _stored_alike(source[0], node):
+            break
+        if repeats(node, source, sizes):
             found = source[0]
     return found
+
+
+def _stored_alike(one: fx.Node, other: fx.Node) -> bool:
+    a, b = tensor(one), tensor(other)
+    return (a.dtype, a.device) == (b.dtype, b.device)

@@ -62,6 +62,7 @@ class Load:
         self._done: list[Future[Any]] = [Future() for _ in buffers]
         self._cancelled = False
         self._streaming = _Streaming(buffers[0][0].device)
+        self._inference = buffers[0][0].is_inference()  # such may be written in that mode only
         handle = register(self)
         self.pending = [
             Pending(
@@ -99,7 +100,8 @@ class Load:
 
     def _run(self) -> None:
         try:
-            with torch.no_grad(), self._streaming.entered():
+            mode = torch.inference_mode(self._inference)
+            with torch.no_grad(), mode, self._streaming.entered():
                 kept = self._fill_all()
                 self._keep(kept)
         except BaseException as error:

@@ -96,7 +96,7 @@ class ChunkStore:
             model: a transformers decoder in evaluation mode, compiled or not. Its weights stay as
                 they are: a store of other weights is another store. `add` reads them all to see
                 whether they did; `blend` notices what torch notes of a tensor, so not what was
-                written through `.data`.
+                written through `.data` or by a fused optimizer.
             device: where the model is, if that is to be checked.
             gpu_bytes: of keys and values in the memory of the model's device, if that is no CPU;
                 None for no limit, 0 for none.

@@ -1,5 +1,6 @@
 """The selector that runs the fresh tokens ahead: where they look in later layers."""
 
+import contextlib
 import itertools
 import math
 from fractions import Fraction
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
 from support.blend_choice import STAGES, assert_chooses
-from support.blend_models import expected, model_of, prompt_of
+from support.blend_models import blended, expected, model_of, prompt_of
 from support.blend_plain import WIDTH, Plain, compiled, inputs
 from support.reuse_models import MarkedLayer
 from support.tolerance import assert_close_to_reference
@@ -83,28 +84,42 @@ def test_where_the_fresh_tokens_look_in_later_layers(family, padding):
     assert chosen != expected(model_of(family), prompt, stages)[1], "as by values"
 
 
+@contextlib.contextmanager
+def readings_by_positions():
+    """Yields whether each reading's log-sum-exp was known, runs of equal answers as one."""
+    given, known = [], []
+    made = Reading.__init__
+
+    def spied(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        given.append(self.lse is not None)
+
+    with (
+        mock.patch.object(token_attention, "reads_positions", lambda device: True),
+        mock.patch.object(Reading, "__init__", spied),
+    ):
+        yield known
+    known += [answer for answer, _ in itertools.groupby(given)]
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
 def test_on_a_gpu_attention_says_what_the_probabilities_add_up_to(family):
     """No softmax of its own, but for the last layer, whose attention is not needed."""
     prompt = prompt_of(model_of(family), ROWS)
     seen, stages = look_ahead(model_of(family), prompt, 0), {0: "0.15"}
-    given = []
-
-    def spied(self, *args, **kwargs):
-        made(self, *args, **kwargs)
-        given.append(self.lse)
-
-    made = Reading.__init__
     metric = lambda n, *kv: seen[n]  # noqa: E731
-    with (
-        mock.patch.object(token_attention, "reads_positions", lambda device: True),
-        mock.patch.object(Reading, "__init__", spied),
-    ):
+    with readings_by_positions() as known:
         assert_chooses(family, prompt, metric, stages, selector=later, check_layers="0:0.15")
-    assert [known for known, _ in itertools.groupby(lse is not None for lse in given)] == [
-        True,
-        False,
-    ]
+    assert known == [True, False]
+
+
+def test_on_a_gpu_so_does_attention_in_bfloat16():
+    """Its output is converted on the way."""
+    model = model_of("Llama", torch.bfloat16)
+    with readings_by_positions() as known:
+        got = blended(model, prompt_of(model, ROWS), selector=later, check_layers="0:0.15")
+    assert known == [True, False]
+    assert got.record.layers == ("checked", "reused", "reused")
 
 
 def test_one_row_of_a_batch():

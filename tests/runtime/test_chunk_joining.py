@@ -113,6 +113,28 @@ def test_dtypes_do_not_mix():
         assemble(plan, LAYERS, torch.device("cpu"))
 
 
+def test_dtypes_do_not_mix_where_chunks_are_loaded_either(tmp_path):
+    """Writing them to one buffer would convert some."""
+    model, (a, b) = tiny_model("Llama", torch.float32), (ids(5), ids(6))
+    store = ChunkStore(model, folder=tmp_path, cpu_bytes=0)
+    store.add(a), store.add(b)
+    folder, key = store._shelf.folder, ChunkKey(store._fingerprint, tuple(b))
+    file = folder.open(key, store._tables)
+    layers = tuple((k, v.bfloat16()) for k, v in map(file.layer, range(2)))
+    folder.write(Chunk(key, file.tables, layers))
+    with pytest.raises(ValueError, match=r"different dtypes.*torch\.bfloat16"):
+        store.blend([a, b, [5]])
+
+
+def test_inputs_of_a_prompt_are_no_views():
+    """Of what they would be views of, compilers would have to be told, too."""
+    store, a = ChunkStore(tiny_model("Llama", torch.float32)), ids(5)
+    store.add(a)
+    blended = store.blend([a, [5, 6]])
+    reuse = blended.past_key_values.layers[0].reuse
+    assert not any(x._is_view() for x in (blended.input_ids, reuse.fresh_rows, reuse.chunks))
+
+
 def test_a_file_says_its_dtypes_without_being_read(tmp_path):
     single, half = chunk_of(A), chunk_of(A, dtype=torch.bfloat16)
     mixed = tuple((k, v) for (k, _), (_, v) in zip(single.layers, half.layers, strict=True))

@@ -108,6 +108,31 @@ def test_every_tier_gives_the_same(model, tmp_path):
                 assert torch.equal(got, kept)
 
 
+@pytest.mark.parametrize("prefilled_in", [True, False])
+@pytest.mark.parametrize("blended_in", [True, False])
+def test_what_is_loaded_serves_in_inference_mode_and_out_of_it(
+    blended_in, prefilled_in, model, tmp_path
+):
+    """Also what is kept of it for the next prompt."""
+    a, question = ids(9), ids(7)
+    ChunkStore(model, folder=tmp_path).add(a)
+    store = ChunkStore(model, folder=tmp_path)
+    found = []
+    for mode in (blended_in, not blended_in):
+        with torch.inference_mode(mode):
+            blended = store.blend([question, a, question])
+        found += blended.report.nbytes
+        with torch.inference_mode(prefilled_in), torch.no_grad():
+            keys, values = blended.past_key_values.rotated(1)
+            forward = torch.compile(model, backend="eager")
+            got = forward(**blended, logits_to_keep=1).logits
+            wanted = full_prefill(model, [*question, *a, *question])[0][-1:]
+        torch.testing.assert_close(got[0], wanted)
+        assert keys[0, :, 7:16].any() and values[0, :, 7:16].any()
+        store._reader.submit(lambda: None).result()  # what was read is kept
+    assert found == ["disk", "cpu"]
+
+
 def test_loading_goes_on_while_the_graph_runs(model, tmp_path):
     """Each layer's data is waited for in the graph, and only that layer's."""
     a, b, question = ids(9), ids(13), ids(7)
@@ -256,12 +281,21 @@ def test_nothing_is_compiled_for_the_store():
     assert not torch._dynamo.utils.counters["stats"]
 
 
-def test_changed_weights_are_noticed():
+def written(model):
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+
+
+def replaced(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [written, replaced, lambda model: model.bfloat16()])
+def test_changed_weights_are_noticed(change):
     model = tiny_model("Llama", torch.float32)
     store, a = ChunkStore(model), ids(5)
     store.add(a)
-    with torch.no_grad():
-        model.model.norm.weight.mul_(2)
+    change(model)
     for call in (lambda: store.add(ids(4)), lambda: store.blend([a])):
         with pytest.raises(RuntimeError, match="weights have changed or moved"):
             call()

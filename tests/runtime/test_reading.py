@@ -65,6 +65,17 @@ def test_attention():
     assert torch.equal(replace(reading, mask=added).attention(), got)
 
 
+def test_what_probabilities_add_up_to_may_be_known():
+    """Also that a query sees nothing: its logarithm is -inf."""
+    reading = reading_of()
+    scores = reading.q @ reading.k.repeat_interleave(2, 1).transpose(-1, -2) * 0.3
+    lse = scores.masked_fill(~seen_of(reading), -math.inf).logsumexp(-1)
+    assert (lse[1, :, 1] == -math.inf).all()
+    known = replace(reading, lse=lse)
+    torch.testing.assert_close(known.peak_attention(), reading.peak_attention())
+    torch.testing.assert_close(known.attention(), reading.attention())
+
+
 @pytest.mark.parametrize(("read", "kept"), [(KV, KV), (HEADS, KV), (KV, 1)])
 def test_a_change_is_that_of_the_output_where_one_token_keeps_its_copy(read, kept):
     """Keys and values may be read as they are cached, or each of them repeated."""
