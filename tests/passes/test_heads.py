@@ -119,7 +119,7 @@ def test_keys_and_values_that_are_repeated_differently(k_of, v_of):
     torch.testing.assert_close(blended(change, True)[0], blended(change, False)[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32], ids=str)
 @pytest.mark.parametrize("how", [rounded, rounded_copies])
 def test_what_was_rounded_on_the_way_stays_rounded(how, dtype):
     """Simulated quantisation: the keys before it have the same dtype, and other numbers."""

@@ -301,6 +301,19 @@ def test_changed_weights_are_noticed(change):
             call()
 
 
+def test_weights_made_in_inference_mode():
+    """They do not say that they were written; what is asked of every prompt must not fail of it."""
+    with torch.inference_mode():
+        model = tiny_model("Llama", torch.float32)
+    store, a = ChunkStore(model), ids(5)
+    store.add(a)
+    assert store.blend([a, [5]]).report.reused == 5
+    with torch.inference_mode():
+        model.model.norm.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="weights have changed or moved"):
+        store.add(ids(4))
+
+
 def test_a_second_beginning_of_sequence_is_pointed_out(model):
     a, question = [model.config.bos_token_id, *ids(5)], ids(3)
     store = ChunkStore(model)
