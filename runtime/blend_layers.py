@@ -34,7 +34,22 @@ class Reuse:
     chunks: Tensor
 
 
-class BlendLayer(DynamicLayer):
+class GrowingLayer(DynamicLayer):
+    """A layer whose keys and values are of the dtypes that the model computes.
+
+    transformers 5.17 joins both to an empty tensor of the keys' dtype. Under autocast, where a
+    rotation makes keys float32 and values stay bfloat16, the values became float32, too.
+    """
+
+    values: Tensor
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Begin, before the first states [N, H, M, D], [N, H, M, Dv]."""
+        super().lazy_initialization(key_states, value_states)
+        self.values = self.values.to(value_states.dtype)
+
+
+class BlendLayer(GrowingLayer):
     """Keys and values of one layer: until the prompt comes, the cached ones; afterwards its own.
 
     The whole sequence is kept, sliding window or not, and the mask hides what is out of the

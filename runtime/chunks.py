@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
-from torch_cascade.runtime.blend_layers import KeyValue
+from torch_cascade.runtime.blend_layers import GrowingLayer, KeyValue
 from torch_cascade.runtime.chunk_parts import Ids
 from torch_cascade.runtime.positions import Frequencies, RopeTable
 from torch_cascade.runtime.prefix_cache import cache_argument
@@ -177,7 +177,8 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     device = next(model.parameters()).device
     ids = torch.tensor([*key.context, *key.ids], device=device)[None]
     tables = tuple(_on_host(table) for table in rotation.tables(ids.shape[1]))
-    cache = DynamicCache()  # without config: its sliding layers would drop tokens
+    # Not a DynamicCache of the model's config: its sliding layers would drop tokens.
+    cache = Cache(layer_class_to_replicate=GrowingLayer)
     inputs: dict[str, Any] = {cache_argument(model): cache, "use_cache": True}
     accepted = inspect.signature(type(model).forward).parameters
     if "logits_to_keep" in accepted:
