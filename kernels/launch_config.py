@@ -73,7 +73,7 @@ class LaunchConfig:
         warps: warps of a program.
         direct: there is one partial result a row, which is the result.
         tail: the second slot is read by the last split of the first.
-        quick: the first slot is read with one reference score where nothing hides its keys.
+        quick: the first slot is read with one reference score as far as nothing hides its keys.
     """
 
     slots: tuple[SlotConfig, ...]

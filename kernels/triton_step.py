@@ -132,9 +132,7 @@ def bounds_of(rows, seen, kv_len, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def seen_by_all(
-    rows, seen, kv_len, low, high, BLOCK_N: tl.constexpr, POSITIONS: tl.constexpr
-):  # fmt: skip
+def seen_by_all(rows, seen, kv_len, low, high, BLOCK_N: tl.constexpr, POSITIONS: tl.constexpr):
     """How far positions hide none of the keys [low, high) from any row: whole tiles from low on."""
     if not POSITIONS:
         return high

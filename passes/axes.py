@@ -214,3 +214,9 @@ def same_digits(a: Sequence[Digit], b: Sequence[Digit], same: Callable[[Size, Si
         x.axis == y.axis and same(x.stride, y.stride) and same(x.size, y.size)
         for x, y in zip(a, b, strict=True)
     )
+
+
+def same_dim(a: Dim, b: Dim, sizes: Sizes) -> bool:
+    """True iff two dims are indexed alike: the same offset, and the same digits when joined."""
+    found, wanted = normalise(a.digits, sizes), normalise(b.digits, sizes)
+    return sizes.equal(a.offset, b.offset) and same_digits(found, wanted, sizes.equal)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from torch_cascade.compiler.graph import Sizes, shape, tensor
-from torch_cascade.passes.axes import ONE, Dim, Dims, normalise, same_digits, whole
+from torch_cascade.passes.axes import ONE, same_dim, whole
 from torch_cascade.passes.site import AxisName
-from torch_cascade.passes.views import RULES, Source
+from torch_cascade.passes.views import Source, source_of
 
 _AXES: tuple[AxisName, ...] = ("n", "h", "k", "d")
 
@@ -20,9 +20,7 @@ def sources(node: fx.Node, sizes: Sizes) -> Iterator[Source]:
     source: Source | None = (node, dims)
     while source is not None:
         yield source
-        node, dims = source
-        rule = RULES.get(node.target) if node.op == "call_function" else None
-        source = None if rule is None else rule(node, dims, sizes)
+        source = source_of(*source, sizes)
 
 
 def repeats(node: fx.Node, source: Source, sizes: Sizes) -> bool:
@@ -34,16 +32,7 @@ def repeats(node: fx.Node, source: Source, sizes: Sizes) -> bool:
         return False
     strides = (ONE, read[1] / kept[1], ONE, ONE)
     wanted = (whole(*of) for of in zip(_AXES, kept, strides, strict=True))
-    return _alike(source[1], tuple(wanted), sizes)
-
-
-def _alike(found: Dims, wanted: Dims, sizes: Sizes) -> bool:
-    return all(_same(one, other, sizes) for one, other in zip(found, wanted, strict=True))
-
-
-def _same(one: Dim, other: Dim, sizes: Sizes) -> bool:
-    found, asked = normalise(one.digits, sizes), normalise(other.digits, sizes)
-    return sizes.equal(one.offset, other.offset) and same_digits(found, asked, sizes.equal)
+    return all(same_dim(a, b, sizes) for a, b in zip(source[1], wanted, strict=True))
 
 
 def fewest_heads(node: fx.Node, sizes: Sizes) -> fx.Node:

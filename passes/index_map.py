@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from torch_cascade.compiler.graph import Sizes, shape, size_expr
 from torch_cascade.passes.axes import Digit, Dim, Dims, distribute, quotient, split_digit
-from torch_cascade.passes.views import RULES, argument, rule
+from torch_cascade.passes.views import argument, rule, source_of
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -74,8 +74,7 @@ def read_position(index: fx.Node, dims: Dims, sizes: Sizes) -> Dim | None:
                 return None
             (node,) = node.all_input_nodes
             continue
-        step = RULES.get(node.target) if node.op == "call_function" else None
-        source = step(node, dims, sizes) if step is not None else None
+        source = source_of(node, dims, sizes)
         if source is None:
             return None
         node, dims = source

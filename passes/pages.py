@@ -23,7 +23,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten
 
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
-from torch_cascade.passes.axes import Digit, Dim, Dims, normalise, same_digits
+from torch_cascade.passes.axes import Digit, Dim, Dims, normalise, same_dim
 from torch_cascade.passes.index_map import read_position
 from torch_cascade.passes.views import RULES
 
@@ -178,12 +178,7 @@ def same_pages(a: Pages | None, b: Pages | None, sizes: Sizes) -> bool:
     """True iff K and V are looked up in the same entries of the same table."""
     if a is None or b is None or not _same_value(a.table, b.table, _DEEPEST):
         return False
-    pairs = zip(a.dims, b.dims, strict=True)
-    return all(
-        sizes.equal(x.offset, y.offset)
-        and same_digits(normalise(x.digits, sizes), normalise(y.digits, sizes), sizes.equal)
-        for x, y in pairs
-    )
+    return all(same_dim(x, y, sizes) for x, y in zip(a.dims, b.dims, strict=True))
 
 
 def _same_value(a: Any, b: Any, depth: int) -> bool:

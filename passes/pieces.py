@@ -22,7 +22,7 @@ from torch_cascade.passes.axes import ZERO, Digit, Dim, Dims, normalise, same_di
 from torch_cascade.passes.fp8 import FP8, Scale, exact_casts, scaled
 from torch_cascade.passes.pages import Pages, looked_up
 from torch_cascade.passes.site import AxisName, Operand
-from torch_cascade.passes.views import RULES, argument, split_dim
+from torch_cascade.passes.views import argument, source_of, split_dim
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -92,8 +92,7 @@ def _walk(piece: Piece, sizes: Sizes) -> list[Piece]:
         return _walk_cat(piece, sizes)
     if node.target is aten.mul.Tensor:
         return _walk_scaled(piece, sizes)
-    rule = RULES.get(node.target)
-    source = rule(node, piece.dims, sizes) if rule is not None else None
+    source = source_of(node, piece.dims, sizes)
     if source is None or not _keeps_keys(piece.dims, source[1], sizes):
         return [_paged(piece, sizes) or _truncated(piece, sizes) or piece]
     casts = piece.casts

@@ -97,7 +97,7 @@ def _attend(maker: Maker, node: fx.Node, rows: Rows, given: Arguments, seen: _Se
     if seen.window is not None:
         options["window"] = seen.window
     k, v = (fewest_heads(given[name], maker.emit.sizes) for name in "kv")
-    if shape(k)[1] != shape(v)[1]:
+    if shape(k)[1] != shape(v)[1]:  # the op has one group for both
         k, v = given["k"], given["v"]
     pair = maker.call(cascade.attend.default, given["q"], k, v, None, **options)
     out = maker.call(operator.getitem, pair, 0)

@@ -36,6 +36,12 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
     return register
 
 
+def source_of(node: fx.Node, dims: Dims, sizes: Sizes) -> Source | None:
+    """One step up: the rule's answer; None where there is no rule."""
+    found = RULES.get(node.target) if node.op == "call_function" else None
+    return None if found is None else found(node, dims, sizes)
+
+
 def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
     """An argument of a call by position or name."""
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -182,20 +181,3 @@ def check_budget(name: str, budget: int | None) -> None:
         raise TypeError(f"{name} must be an integer number of bytes or None, got {budget!r}")
     if budget < 0:
         raise ValueError(f"{name} must not be negative, got {budget}")
-
-
-def device_of(model: Any, wanted: torch.device | str | None) -> torch.device:
-    """The device that all of a model is on.
-
-    Raises:
-        ValueError: it is on several, or not on the one that is wanted.
-    """
-    devices: set[torch.device] = {parameter.device for parameter in model.parameters()}
-    if len(devices) != 1:
-        raise ValueError(f"the model must be on one device, got {sorted(map(str, devices))}")
-    (device,) = devices
-    if wanted is not None:
-        asked = torch.device(wanted)
-        if asked.type != device.type or asked.index not in (None, device.index):
-            raise ValueError(f"device={asked}, but the model is on {device}")
-    return device

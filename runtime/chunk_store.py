@@ -30,8 +30,8 @@ from torch_cascade.runtime.chunk_parts import (
 )
 from torch_cascade.runtime.chunk_plan import Cached, Plan, make_plan, reuse_of
 from torch_cascade.runtime.chunk_report import BlendReport, StoreReport, TierReport, blend_report
-from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, device_of, make_tiers
-from torch_cascade.runtime.chunks import Chunk, ChunkKey, capture, check_ids
+from torch_cascade.runtime.chunk_shelf import ChunkShelf, check_budget, make_tiers
+from torch_cascade.runtime.chunks import Chunk, ChunkKey, capture, check_ids, device_of
 from torch_cascade.runtime.fingerprint import fingerprint, trace, versions
 from torch_cascade.runtime.prefix_cache import cache_argument
 from torch_cascade.runtime.rotation import verify_rotation

@@ -189,6 +189,23 @@ def capture(model: nn.Module, rotation: ModelRotation, key: ChunkKey) -> Chunk:
     return Chunk(key, tables, _kept(cache, rotation, key), Made.now(device))
 
 
+def device_of(model: Any, wanted: torch.device | str | None) -> torch.device:
+    """The device that all of a model is on.
+
+    Raises:
+        ValueError: it is on several, or not on the one that is wanted.
+    """
+    devices: set[torch.device] = {parameter.device for parameter in model.parameters()}
+    if len(devices) != 1:
+        raise ValueError(f"the model must be on one device, got {sorted(map(str, devices))}")
+    (device,) = devices
+    if wanted is not None:
+        asked = torch.device(wanted)
+        if asked.type != device.type or asked.index not in (None, device.index):
+            raise ValueError(f"device={asked}, but the model is on {device}")
+    return device
+
+
 def check_ids(model: Any, largest: int) -> None:
     """Refuse token ids that the model does not have.
 

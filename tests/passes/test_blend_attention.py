@@ -49,7 +49,7 @@ def test_on_a_gpu_no_mask_is_read(family, batch):
     for kernel in kernels:
         read = [x for x in kernel.kwargs["kwargs"].values() if isinstance(x, fx.Node)]
         tensors = [x for x in read if isinstance(value(x), torch.Tensor)]
-        assert len(set(tensors)) == len(tensors), "Inductor may write what is given twice twice"
+        assert len(set(tensors)) == len(tensors), "what is given twice may be written twice"
 
 
 def test_attention_written_by_hand():

@@ -7,10 +7,11 @@ import pytest
 import torch
 from support.backend import eager_cascade, last_compilation
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from torch_cascade import reuse_kv
-from torch_cascade.compiler.graph import shape
+from torch_cascade.compiler.graph import Sizes, shape
 from torch_cascade.passes import heads, token_attention
 
 T, HEADS, FEW, SIZE = 14, 6, 3, 4
@@ -117,6 +118,26 @@ def test_heads_of_groups(k_of, v_of, given):
 def test_keys_and_values_that_are_repeated_differently(k_of, v_of):
     change = lambda k, v: (k_of(k), v_of(v))  # noqa: E731
     torch.testing.assert_close(blended(change, True)[0], blended(change, False)[0])
+
+
+@pytest.mark.parametrize(
+    ("stored", "read"),
+    [
+        ((1, FEW, T, SIZE), (2, FEW, T, SIZE)),
+        ((2, FEW, 1, SIZE), (2, FEW, T, SIZE)),
+        ((2, FEW, T, 1), (2, FEW, T, SIZE)),
+    ],
+)
+def test_only_heads_may_be_repeated(stored, read):
+    """Rows, keys and features that are expanded are not those that attention takes."""
+
+    def copied(x: Tensor) -> Tensor:
+        return interleaved(x.expand(read))
+
+    graph = make_fx(copied, tracing_mode="fake")(torch.zeros(stored)).graph
+    (out,) = graph.output_node().all_input_nodes
+    found = heads.fewest_heads(out, Sizes.of(graph))
+    assert tuple(shape(found)) == read
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32], ids=str)
