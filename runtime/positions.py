@@ -58,10 +58,8 @@ class Frequencies:
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines times `factor`, float32 [..., pairs], of int64 positions [...]."""
-        # Without waiting to a GPU only: on a CPU they could be read before they are there.
-        device, to_gpu = positions.device, positions.is_cuda
-        frequencies = self.inv_freq.to(device, torch.float32, non_blocking=to_gpu)
-        angles = positions[..., None].float() * frequencies
+        rates = self.inv_freq.to(positions.device, torch.float32, non_blocking=positions.is_cuda)
+        angles = positions[..., None].float() * rates
         return angles.cos() * self.factor, angles.sin() * self.factor
 
 
