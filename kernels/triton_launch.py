@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from torch.library import wrap_triton
 
+from torch_cascade.kernels import launchable
 from torch_cascade.kernels.cpu_attend import known
 from torch_cascade.kernels.launch_config import (
     DeviceLimits,
@@ -216,11 +215,6 @@ def _slot_shape(call: Call, part: KeyPart) -> SlotShape:
     )
 
 
-def _launchable(kernel: Any) -> Any:
-    """A Triton kernel that a trace can record; interpreted kernels are called as they are."""
-    return wrap_triton(kernel) if isinstance(kernel, triton.JITFunction) else kernel
-
-
 def _launch_attend(
     call: Call,
     pair: Sequence[KeyPart],
@@ -248,7 +242,7 @@ def _launch_attend(
         "TAIL": config.tail,
         "QUICK": config.quick,
     }
-    _launchable(attend_parts)[grid](
+    launchable.called(attend_parts)[grid](
         **arguments, num_warps=config.warps, num_stages=config.slots[0].stages
     )
 
@@ -259,7 +253,7 @@ def _launch_merge(call: Call, buffers: Buffers, parts: int) -> None:
         return
     config = merge_config(parts, _hint(rows))
     grid = ((rows + config.rows - 1) // config.rows,)
-    _launchable(merge_parts)[grid](
+    launchable.called(merge_parts)[grid](
         buffers.o_part,
         buffers.lse_part,
         call.sinks,

@@ -18,7 +18,7 @@ from support.triton_scenes import (
     launch,
 )
 
-from torch_cascade.kernels import triton_launch
+from torch_cascade.kernels import launchable
 from torch_cascade.kernels.triton_quick import attend_quick
 from torch_cascade.kernels.triton_step import result_of, rows_of, seen_by_all
 
@@ -53,7 +53,7 @@ def seen_by(scores, device, dtype=torch.float32, value=1.0):
     o, lse = torch.full((16, 16), math.nan), torch.full((16,), math.nan)
     seen = torch.tensor(-1, dtype=torch.int32)
     there = [x.to(device) for x in (q, k, v, o, lse, seen)]
-    triton_launch._launchable(one_tile)[(1,)](*there, len(scores))
+    launchable.called(one_tile)[(1,)](*there, len(scores))
     return tuple(x.cpu() for x in there[3:])
 
 
@@ -239,7 +239,7 @@ def test_whole_tiles_that_every_row_sees(positions, low, high, expected, kv_star
     """Rows beyond the last one hide nothing, whatever stands where their positions would be."""
     given = torch.tensor([*(p + kv_start for p in positions), -1, -1], device=device)
     found = torch.tensor(-1, dtype=torch.int32, device=device)
-    kernel = triton_launch._launchable(open_keys)
+    kernel = launchable.called(open_keys)
     kernel[(1,)](given, kv_start, found, len(positions), low, high, 96)
     assert found.item() == expected
 

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 
-from torch_cascade.kernels import triton_launch
+from torch_cascade.kernels import launchable, triton_launch
 from torch_cascade.kernels.launch_config import DeviceLimits
 from torch_cascade.kernels.triton_call import KeyPart
 from torch_cascade.kernels.triton_launch import attend_merge
@@ -180,7 +180,7 @@ def launches(workloads: Sequence[Workload], target: Target) -> list[Launch]:
             return record
 
     with (
-        mock.patch.object(triton_launch, "_launchable", Recorder),
+        mock.patch.object(launchable, "called", Recorder),
         mock.patch.object(triton_launch, "device_limits", lambda _device: target.limits),
     ):
         for workload in workloads:

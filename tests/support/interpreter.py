@@ -25,11 +25,11 @@ class _NoScope:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside, `kernels.triton_launch` runs its kernels in the interpreter."""
+    """Inside, the kernels of this package run in the interpreter."""
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
-    from torch_cascade.kernels import triton_launch
+    from torch_cascade.kernels import launchable
 
     made: dict[Any, Any] = {}
 
@@ -48,7 +48,7 @@ def interpreted() -> Iterator[None]:
         for owner, name, value in (
             (interpreter, "_patch_lang", patch_once),
             (JITFunction, "__call__", call),  # device functions, those of triton.language too
-            (triton_launch, "_launchable", function),
+            (launchable, "called", function),
             (numpy, "matmul", _product),
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
