@@ -30,9 +30,9 @@ from torch_cascade.compiler.record import Compilation
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"torch_cascade record 1\n"
+_MAGIC = b"torch_cascade record 2\n"
 _LIMIT = 64 * 2**20
-_KEPT = ("sites", "blend", "before", "after", "pictures")
+_KEPT = ("sites", "blend", "linears", "before", "after", "pictures")
 
 
 class RecordError(ValueError):

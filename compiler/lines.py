@@ -82,3 +82,9 @@ def wrapped(line: str, lead: str = "") -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def linears_line(linears: Mapping[str, int]) -> str:
+    """What became of linear layers, by the names of `compiler.record.LinearsRecord`."""
+    joined, launches, kept = (linears[name] for name in ("joined", "launches", "kept"))
+    return f"linear layers: {joined} in {launches} launches, {kept} left to Inductor"

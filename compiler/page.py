@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torch_cascade.compiler.lines import linears_line
 from torch_cascade.compiler.markup import Markup, folded, joined, table, tag
 from torch_cascade.compiler.options import PREFIX
 from torch_cascade.compiler.page_blend import blend_section
@@ -31,6 +32,8 @@ def section(graph: dict[str, Any], name: str, pictures: Pictures | None = None) 
     if graph["blend"] is not None:
         parts.append(blend_section(graph["blend"], graph.get("maps", [])))
     parts.append(sites_section(graph["sites"], graph.get("maps", [])))
+    if graph.get("linears") is not None:
+        parts.append(tag("p", linears_line(graph["linears"])))
     if pictures is not None:
         parts += [tag("h3", "The graph before and after"), pictures_section(pictures, name)]
     if graph.get("before"):

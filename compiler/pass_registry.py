@@ -95,6 +95,12 @@ BUILT_IN = {
             why="it computes attention for some of the tokens only, behind scattered masks, in "
             "which cascade would have to prove its sharing",
         ),
+        KnownPass(
+            "linears",
+            after=("cascade", "blend"),
+            about="linear layers of a decoding step that read the same rows: one launch, on a GPU",
+            why="it joins them only where attention was rewritten",
+        ),
     )
 }
 DEFAULT = tuple(BUILT_IN)

@@ -25,6 +25,7 @@ from torch_cascade.passes.blend import BlendPass
 from torch_cascade.passes.bodies import body_records, is_body
 from torch_cascade.passes.cascade import CascadePass
 from torch_cascade.passes.cleanup import CleanupPass
+from torch_cascade.passes.linears import LinearsPass
 from torch_cascade.passes.lower import LowerPass
 from torch_cascade.passes.uses import Uses
 from torch_cascade.passes.verify import check_graph
@@ -35,7 +36,11 @@ logger = logging.getLogger(__name__)
 # Kernels may keep tables of launch configurations beside their code.
 _SOURCES = (".py", ".json")
 
-_OURS: dict[str, Callable[[], Pass]] = {"cascade": CascadePass, "blend": BlendPass}
+_OURS: dict[str, Callable[[], Pass]] = {
+    "cascade": CascadePass,
+    "blend": BlendPass,
+    "linears": LinearsPass,
+}
 
 UserPass = Callable[[fx.Graph], None]
 Watch = Callable[[str, fx.Graph], None]

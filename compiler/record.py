@@ -157,6 +157,21 @@ class BlendRecord:
         return sum(layer != "computed" for layer in self.layers)
 
 
+@dataclass(frozen=True)
+class LinearsRecord:
+    """What became of the linear layers of a decoding step.
+
+    Attributes:
+        joined: layers that the kernel computes.
+        launches: in so many launches.
+        kept: layers that Inductor computes as ever.
+    """
+
+    joined: int
+    launches: int
+    kept: int
+
+
 @dataclass
 class Compilation:
     """The record of one compiled graph.
@@ -164,6 +179,7 @@ class Compilation:
     Attributes:
         sites: every attention seen, in graph order; those declined at capture first.
         blend: what became of cached keys and values; None for a graph without `reuse_kv`.
+        linears: layers that were joined; None where none was.
         before, after: the functional graph around our rewrites, as `compiler.graph.show` prints
             it, with the names torch's own logs have ("" if the passes did not run).
         pictures: of the graph before and after, `compiler.picture.Pictures` (None if none were
@@ -180,6 +196,7 @@ class Compilation:
 
     sites: list[SiteRecord] = field(default_factory=list)
     blend: BlendRecord | None = None
+    linears: LinearsRecord | None = None
     before: str = ""
     after: str = ""
     pictures: Any = None
@@ -230,7 +247,7 @@ class Compilation:
     def restart(self) -> None:
         """Forget what the passes said: Dynamo may run a backend's compile twice for one graph."""
         self.sites = [s for s in self.sites if not s.form]
-        self.blend = None
+        self.blend = self.linears = None
         self.before = self.after = ""
         self.seconds = {k: s for k, s in self.seconds.items() if k == "capture"}
 

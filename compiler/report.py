@@ -49,6 +49,7 @@ class Reason(enum.Enum):
     NEVER = "decide-never"
     # Lowering.
     NO_KERNEL = "no-kernel"
+    NO_LINEAR = "no-linear"
     # The pass itself failed: a bug of this package, never silent.
     PASS_FAILED = "pass-failed"
 
@@ -180,6 +181,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
     ),
     Reason.NEVER: Explanation("`decide=never` was asked for: analysis only."),
     Reason.NO_KERNEL: Explanation("No kernel for this device computes the rewritten attention."),
+    Reason.NO_LINEAR: Explanation(
+        "It is no linear layer with weights that are inputs of the graph, so the pass `linears` "
+        "leaves it to Inductor.",
+    ),
     Reason.PASS_FAILED: Explanation("A pass raised an exception: a bug of this package.", _BUG),
 }
 """One entry for each reason, in the order of the enum; the README's table is checked against it."""

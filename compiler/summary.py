@@ -38,6 +38,7 @@ The JSON of a report, version 1; "?" marks what may be null:
             ahead      number of layers that tokens without a copy run through before the choice
             stages     list: layer, ratio, rows, now? (see `compiler.record.StageRecord`)
             decision?, declined?   as of a site
+        linears?     joined, launches, kept (see `compiler.record.LinearsRecord`); null: none joined
         before       graph text before the passes ("" if the passes did not run)
         after        graph text after it
 
@@ -197,6 +198,7 @@ def graph_object(record: Compilation, *, with_text: bool = True) -> dict[str, An
         "sites": [_site(site, maps) for site in record.sites],
         "maps": [dataclasses.asdict(each) for each in maps],
         "blend": None if record.blend is None else _blend(record.blend, maps),
+        "linears": None if record.linears is None else dataclasses.asdict(record.linears),
         **texts,
     }
 

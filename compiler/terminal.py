@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import IO, TYPE_CHECKING, Any
 
 from torch_cascade.compiler.blend_text import runs
-from torch_cascade.compiler.lines import binary
+from torch_cascade.compiler.lines import binary, linears_line
 from torch_cascade.compiler.page_diff import changes
 from torch_cascade.compiler.page_sites import alike_sites, numeric_text, order_of_reasons
 from torch_cascade.compiler.price import time_text
@@ -76,6 +76,8 @@ def _graph(graph: Content) -> Iterator[RenderableType]:
     left = [site for site in graph["sites"] if not site["rewritten"]]
     for _, group in groupby(sorted(left, key=order_of_reasons), key=order_of_reasons):
         yield from _declined(list(group))
+    if graph["linears"] is not None:
+        yield _head(linears_line(graph["linears"]), good=True)
 
 
 def _declined(sites: Sequence[Content]) -> Iterator[RenderableType]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 
 from torch_cascade.compiler.blend_text import blend_block
-from torch_cascade.compiler.lines import decision_lines, refusal_lines, wrapped
+from torch_cascade.compiler.lines import decision_lines, linears_line, refusal_lines, wrapped
 from torch_cascade.compiler.options import PREFIX, written
 from torch_cascade.compiler.record import BlendRecord, Compilation, SegmentRecord, SiteRecord
 from torch_cascade.compiler.report import EXPLANATIONS
@@ -97,6 +97,8 @@ def _graph(record: Compilation, *, alone: bool) -> str:
         blocks += _declined(list(group))
     if record.blend is not None:
         blocks.insert(0, blend_block(record.blend))
+    if record.linears is not None:
+        blocks.append(wrapped(linears_line(asdict(record.linears)), "+ "))
     return "\n\n".join([*head, *blocks])
 
 

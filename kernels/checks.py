@@ -172,6 +172,31 @@ def check_reuse_kv(
         _size(op, "chunks", chunks, 1, k.size(2), "k.size(2)")
 
 
+def check_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None
+) -> None:
+    """Arguments of `cascade::linears`.
+
+    Raises:
+        TypeError: a dtype is not as the contract says.
+        ValueError: a rank, size, device or number of tensors is not.
+    """
+    op = "linears"
+    _rank(op, "x", x, 2)
+    _dtype(op, "x", x, _FLOATING)
+    if not weights:
+        raise _error(op, "weights", "one or more", 0)
+    if biases is not None and len(biases) != len(weights):
+        raise _error(op, "biases", f"as many as weights, {len(weights)}", len(biases))
+    for i, weight in enumerate(weights):
+        _rank(op, f"weights[{i}]", weight, 2)
+        _like(op, f"weights[{i}]", weight, "x", x)
+        _size(op, f"weights[{i}]", weight, 1, x.size(1), "x.size(1)")
+        if biases is not None:
+            columns = (weight.size(0), f"weights[{i}].size(0)")
+            _vector(op, f"biases[{i}]", biases[i], (x.dtype,), *columns, x)
+
+
 def check_no_grad(op: str, tensors: Sequence[Tensor]) -> None:
     """No op of this package has a derivative; a detached result would be a silent error.
 
@@ -181,7 +206,7 @@ def check_no_grad(op: str, tensors: Sequence[Tensor]) -> None:
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(
             f"cascade::{op} has no derivative and an input requires grad: call it under "
-            "torch.no_grad(), or leave the attention as torch's scaled_dot_product_attention"
+            "torch.no_grad(), or leave to torch what it computes"
         )
 
 

@@ -11,8 +11,10 @@ from torch_cascade.kernels.launch_config import padded
 MOST_ROWS = 64
 # Weights of one launch.
 MOST_WEIGHTS = 3
-# Every product's columns come in tiles of this many at least, and features in steps of this many.
+# Every weight's columns are a multiple of the first, and its features of the second.
 COLUMNS, FEATURES = 16, 64
+# The generation that these figures were measured on.
+GENERATION = 9
 
 
 @dataclass(frozen=True)
@@ -26,18 +28,39 @@ class LinearsConfig:
     warps: int
 
 
-def linears_config(rows: int, features: int, columns: Sequence[int]) -> LinearsConfig:
-    """The configuration for `rows` rows of `features` features and products of `columns`.
+def linears_config(
+    rows: int, features: int, columns: Sequence[int], processors: int
+) -> LinearsConfig:
+    """The configuration for the products of `rows` rows of `features` features.
+
+    What is in flight on a multiprocessor is what counts: the fewer programs there are for each,
+    the deeper the pipeline of one. Measured on an H200: benchmarks/LOG.md, entry 14.
 
     Args:
-        rows: M, at most `MOST_ROWS`.
+        rows: M, up to `MOST_ROWS`.
         features: K, a multiple of `FEATURES`.
         columns: of each weight, multiples of `COLUMNS`.
+        processors: multiprocessors of the device.
     """
-    block_m = padded(rows)
-    block_n = _divisor(columns, 32)
-    block_k = _divisor([features], 256 if block_m == 16 else 128)
-    return LinearsConfig(block_m, block_n, block_k, stages=4, warps=2)
+    few = rows <= 16
+    wide, total = _divisor(columns, 64), sum(columns)
+    if wide == 64 and 2 * total >= 3 * 64 * processors:
+        return _config(rows, 64, features, 128, stages=3, warps=2 if few else 4)
+    if wide == 64 and not few and 5 * total >= 3 * 64 * processors:
+        return _config(rows, 64, features, 128, stages=6, warps=4)
+    if few and 4 * total < 3 * 32 * processors:
+        return _config(rows, 16, features, 512, stages=4, warps=2)
+    narrow = min(wide, 32)
+    if not few:
+        return _config(rows, narrow, features, 128, stages=6, warps=4)
+    stages = 4 if total > 32 * processors else 6
+    return _config(rows, narrow, features, 256, stages=stages, warps=2)
+
+
+def _config(
+    rows: int, block_n: int, features: int, block_k: int, *, stages: int, warps: int
+) -> LinearsConfig:
+    return LinearsConfig(padded(rows), block_n, _divisor([features], block_k), stages, warps)
 
 
 def _divisor(sizes: Sequence[int], most: int) -> int:

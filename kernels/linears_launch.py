@@ -8,6 +8,7 @@ from torch import Tensor
 
 from torch_cascade.kernels import launchable
 from torch_cascade.kernels.linears_config import MOST_WEIGHTS, LinearsConfig, linears_config
+from torch_cascade.kernels.triton_launch import device_limits
 from torch_cascade.kernels.triton_linears import linears_tile
 
 
@@ -33,15 +34,17 @@ def linears_triton(
     """
     rows, features = x.shape
     columns = [weight.shape[0] for weight in weights]
-    chosen = config or linears_config(rows, features, columns)
+    processors = device_limits(x.device).processors
+    chosen = config or linears_config(rows, features, columns, processors)
     outs = tuple(x.new_empty(rows, n) for n in columns)
     missing = MOST_WEIGHTS - len(weights)
+    given = [None] * len(weights) if biases is None else biases
     grid = (sum(columns) // chosen.block_n,)
     launchable.called(linears_tile)[grid](
         x,
         *weights,
         *[None] * missing,
-        *(biases or [None] * len(weights)),
+        *given,
         *[None] * missing,
         *outs,
         *[None] * missing,

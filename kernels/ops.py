@@ -1,8 +1,9 @@
-"""The four ops of the namespace `cascade`: the contract every pass and every kernel works by.
+"""The ops of the namespace `cascade`: the contract every pass and every kernel works by.
 
 Importing this module defines them. The functions below are thin: they call the op and carry its
 contract. Axis names: N query rows, R key/value rows, T branches (N = R * T), Hq query heads,
-Hkv key/value heads (Hq = Hkv * G), M queries, L keys, Dk and Dv head sizes.
+Hkv key/value heads (Hq = Hkv * G), M queries, L keys, Dk and Dv head sizes; F input features of
+`linears`.
 
 For all ops: functional (no argument is written), no result aliases an argument, log-sum-exps are
 natural logarithms, and the fake kernels give exact dtypes and strides. Checks run on real and on
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from torch_cascade.kernels.register import SCHEMAS
 
-__all__ = ["SCHEMAS", "attend", "merge", "reuse_kv", "sdpa"]
+__all__ = ["SCHEMAS", "attend", "linears", "merge", "reuse_kv", "sdpa"]
 
 Size = int | torch.SymInt
 
@@ -311,3 +312,38 @@ def reuse_kv(
         "tuple[Tensor, Tensor]",
         torch.ops.cascade.reuse_kv(k, v, k_cached, v_cached, fresh_rows, chunks),
     )
+
+
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """Products of the same rows with several weights: `[linear(x, w, b) for w, b in ...]`.
+
+    What the pass `linears` makes of the linear layers that read the same few rows, so that one
+    launch reads all their weights.
+
+    Args:
+        x: rows [M, F], floating.
+        weights: one or more [Fi, F], dtype of x.
+        biases: [Fi] for each weight, dtype of x; None for none.
+
+    Returns:
+        [M, Fi] for each weight, contiguous, dtype of x.
+
+    Raises:
+        TypeError: a dtype differs from the above.
+        ValueError: no weights, or a number of biases, rank, size or device differs.
+        RuntimeError: an input requires grad while autograd is recording.
+
+    Source:
+        Horizontal fusion; serving engines do it when they load a model ("qkv_proj",
+        "gate_up_proj" in vLLM and SGLang).
+
+    Example:
+        >>> x, w_q, w_k = torch.randn(3, 16), torch.randn(8, 16), torch.randn(4, 16)
+        >>> q, k = linears(x, [w_q, w_k])
+        >>> torch.equal(q, torch.nn.functional.linear(x, w_q)), tuple(k.shape)
+        (True, (3, 4))
+    """
+    given = None if biases is None else list(biases)
+    return cast("list[Tensor]", torch.ops.cascade.linears(x, list(weights), given))

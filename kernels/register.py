@@ -14,11 +14,13 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from torch_cascade.kernels.checks import (
     check_attend,
+    check_linears,
     check_merge,
     check_no_grad,
     check_reuse_kv,
 )
 from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
+from torch_cascade.kernels.linears import linears_torch
 from torch_cascade.kernels.merge import merge_torch
 from torch_cascade.kernels.sdpa import sdpa_torch
 
@@ -32,6 +34,7 @@ SCHEMAS = {
     "merge": "(Tensor[] o, Tensor[] lse, *, Tensor? sinks=None) -> (Tensor o, Tensor lse)",
     "reuse_kv": "(Tensor k, Tensor v, Tensor k_cached, Tensor v_cached, Tensor fresh_rows, "
     "Tensor? chunks=None) -> (Tensor k, Tensor v)",
+    "linears": "(Tensor x, Tensor[] weights, Tensor[]? biases=None) -> Tensor[]",
 }
 
 
@@ -92,6 +95,20 @@ def _reuse_kv(
     return k.clone(memory_format=layout), v.clone(memory_format=layout)
 
 
+def _linears_eager(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor] | None = None
+) -> list[Tensor]:
+    check_linears(x, weights, biases)
+    return linears_torch(x, weights, biases)
+
+
+def _linears_fake(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor] | None = None
+) -> list[Tensor]:
+    check_linears(x, weights, biases)
+    return [x.new_empty((x.size(0), weight.size(0))) for weight in weights]
+
+
 def _refuse_grad(name: str) -> Callable[..., Any]:
     """The autograd kernel of an op: no derivative is better than a silently detached result."""
 
@@ -129,12 +146,14 @@ _EAGER: dict[str, Callable[..., Any]] = {
     "attend": _attend_eager(attend_math),
     "merge": _merge_eager,
     "reuse_kv": _reuse_kv,
+    "linears": _linears_eager,
 }
 _FAKE: dict[str, Callable[..., Any]] = {
     "sdpa": sdpa_torch,
     "attend": _attend_fake,
     "merge": _merge_fake,
     "reuse_kv": _reuse_kv,
+    "linears": _linears_fake,
 }
 _AUTOCAST = {
     "cpu": torch._C.DispatchKey.AutocastCPU,

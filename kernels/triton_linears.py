@@ -40,7 +40,7 @@ def linears_tile(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """x [rows, K] @ w_i [columns_i, K]^T + b_i [columns_i] -> o_i [rows, columns_i], contiguous.
+    """Products o_i [rows, columns_i] = x [rows, K] @ w_i [columns_i, K]^T + b_i [columns_i].
 
     Grid: (sum of columns_i / BLOCK_N,). BLOCK_N divides every columns_i, BLOCK_K divides K, and
     BLOCK_M holds all rows. What is of weights that there are not is None.

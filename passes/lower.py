@@ -23,6 +23,7 @@ from torch_cascade.compiler.graph import Emitter, Sizes, size_expr, tensor, valu
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import source_line
 from torch_cascade.kernels.cpu_attend import attend_cpu, attend_math
+from torch_cascade.kernels.linears import linears_torch
 from torch_cascade.kernels.merge import merge_torch
 from torch_cascade.kernels.ops import SCHEMAS
 from torch_cascade.kernels.sdpa import sdpa_torch
@@ -65,13 +66,16 @@ def target_of(device_type: str, *, batch_invariant: bool = False) -> Target:
         ops.sdpa.default: sdpa_torch,
         ops.attend.default: attend,
         ops.merge.default: merge_torch,
+        ops.linears.default: linears_torch,
     }
     if device_type != "cuda":
         return Target(functions)
     # Imported here: CPUs need no Triton.
+    from torch_cascade.kernels.linears_launch import linears_triton
     from torch_cascade.kernels.triton_call import KeyPart
     from torch_cascade.kernels.triton_launch import attend_merge
 
+    functions[ops.linears.default] = linears_triton
     fused = functools.partial(attend_merge, batch_invariant=batch_invariant)
     return Target(functions, fused, KeyPart)
 
