@@ -1,12 +1,13 @@
 """Numbers of visible keys that are data: `arange(L) < lens[:, None]` read as one number a KV row.
 
-A padded prefix or the unused end of a page table is hidden by such a mask. Read as a limit, the
-keys behind it are not only hidden but never read.
+A padded prefix, or the unused end of a page table or of a cache that is written in place, is hidden
+by such a mask. Read as a limit, the keys behind it are not only hidden but never read.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
@@ -17,11 +18,14 @@ from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, t
 from torch_cascade.passes.arrange import arranged
 from torch_cascade.passes.axes import ONE, Digit, Dim, Dims, normalise, quotient, whole
 from torch_cascade.passes.mask_elements import Elements
-from torch_cascade.passes.mask_sight import Scores
-from torch_cascade.passes.predicate import Branch, Datum
+from torch_cascade.passes.mask_sight import Scores, Sight, conjunction
+from torch_cascade.passes.predicate import Branch, Datum, Tree, apply, both, given
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+
+# What a condition says of a key, alone (a bool) or as a whole mask.
+_VISIBLE: dict[Tree, bool] = {True: True, False: False, Sight.VISIBLE: True, Sight.HIDDEN: False}
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class KeyLimit:
-    """Key j of a segment (0-based) is visible only if j < number + shift.
+    """Key j of a segment (0-based) is visible only if j < max(number, least) + shift.
 
     Attributes:
         node: an integer tensor that holds the numbers.
         dims: how each of its dims is indexed by digits of n.
         shift: a size.
+        least: a size; None where the number counts whatever it is.
         major, minor: KV row (a * numbers + b) * minor + c reads number b, a < major, c < minor.
     """
 
@@ -48,20 +53,89 @@ class KeyLimit:
     shift: Size
     major: Size = ONE
     minor: Size = ONE
+    least: Size | None = None
 
     def __str__(self) -> str:
-        return f"key < {self.node.name}" + ("" if self.shift == 0 else f" + {self.shift}")
+        number = self.node.name if self.least is None else f"max({self.node.name}, {self.least})"
+        return f"key < {number}" + ("" if self.shift == 0 else f" + {self.shift}")
+
+
+def limits(
+    read: Elements, scores: Scores, tree: Tree, start: Size, rows: Rows
+) -> Iterator[tuple[KeyLimit, Tree]]:
+    """Every limit that a mask implies on the keys from `start` on, and what else it says."""
+    conditions, rest = conjunction(tree)
+    for condition in conditions:
+        limit = limit_of(read, scores, condition, start, rows)
+        if limit is not None:
+            yield limit, given(tree, condition.atom, condition.then is True)
+    larger = limit_of_larger(read, scores, rest, start, rows)
+    if larger is not None:
+        yield larger, _where_all(conditions)
+
+
+def _where_all(conditions: Sequence[Branch]) -> Tree:
+    """`VISIBLE` where all conditions hold, else `HIDDEN`."""
+    shown: Tree = True
+    for condition in conditions:
+        shown = both(shown, condition)
+    return apply(lambda seen: Sight.VISIBLE if seen else Sight.HIDDEN, shown)
 
 
 def limit_of(
     read: Elements, scores: Scores, condition: Branch, start: Size, rows: Rows
 ) -> KeyLimit | None:
     """A condition on keys from `start` on as a limit for each KV row, None if it is none."""
-    key = scores.key
-    if isinstance(condition.atom, Datum) or not isinstance(key, sympy.Symbol):
+    last = _last(scores, condition)
+    return None if last is None else _limit(read, scores, last, start, rows)
+
+
+def limit_of_larger(
+    read: Elements, scores: Scores, tree: Tree, start: Size, rows: Rows
+) -> KeyLimit | None:
+    """A tree "key <= a if a >= b, else key <= b" as a limit, where b is no data; else None.
+
+    So reads a number of tokens that was clamped from below, as `SharedPrefixCache` gives it.
+    """
+    if not isinstance(tree, Branch) or isinstance(tree.atom, Datum):
         return None
-    expr = condition.atom.expr if condition.then else -condition.atom.expr - 1
-    last = sympy.expand(expr + key)  # visible iff key <= last
+    sides = (tree.then, tree.other)
+    then, other = (start - 1 if s is Sight.HIDDEN else _last(scores, s) for s in sides)
+    if then is None or other is None:
+        return None
+    for larger, smaller, holds in (
+        (then, other, tree.atom.expr),
+        (other, then, -tree.atom.expr - 1),
+    ):
+        # Where both are equal it does not matter which one is taken.
+        ahead = sympy.expand(holds - (larger - smaller))
+        limit = _limit(read, scores, larger, start, rows) if ahead in (0, -1) else None
+        if limit is not None and not _is_data(read, smaller):
+            return replace(limit, least=sympy.expand(smaller + 1 - start - limit.shift))
+    return None
+
+
+def _is_data(read: Elements, expr: Size) -> bool:
+    return any(read.is_data(symbol) for symbol in expr.free_symbols)
+
+
+def _last(scores: Scores, tree: Tree) -> Size | None:
+    """The expression that a visible key does not exceed, where nothing else decides; else None."""
+    key = scores.key
+    if not isinstance(tree, Branch) or isinstance(tree.atom, Datum):
+        return None
+    if not isinstance(key, sympy.Symbol):
+        return None
+    sides = [_VISIBLE.get(side) for side in (tree.then, tree.other)]
+    if sides not in ([True, False], [False, True]):
+        return None
+    expr = tree.atom.expr if sides[0] else -tree.atom.expr - 1
+    last = sympy.expand(expr + key)
+    return None if key in last.free_symbols else last
+
+
+def _limit(read: Elements, scores: Scores, last: Size, start: Size, rows: Rows) -> KeyLimit | None:
+    """`key <= last` as a limit for each KV row, None if it is none."""
     data = [symbol for symbol in last.free_symbols if read.is_data(symbol)]
     if len(data) != 1:
         return None
@@ -123,9 +197,12 @@ def _spread(dims: Dims, rows: Rows, sizes: Sizes) -> tuple[Size, Size] | None:
 def emit_limit(emit: Emitter, limit: KeyLimit) -> fx.Node:
     """The limits as int32 or int64 [rows]."""
     node = arranged(emit, limit.node, limit.dims, "n")
-    if tensor(node).dtype not in (torch.int32, torch.int64) or limit.shift != 0:
+    is_number = limit.shift == 0 and limit.least is None
+    if tensor(node).dtype not in (torch.int32, torch.int64) or not is_number:
         if tensor(node).dtype != torch.int64:
             node = emit.call(prims.convert_element_type.default, node, torch.int64)
+        if limit.least is not None:
+            node = emit.call(aten.clamp_min.default, node, limit.least)
         node = emit.call(aten.add.Tensor, node, limit.shift) if limit.shift != 0 else node
     if limit.major == 1 and limit.minor == 1:
         return node

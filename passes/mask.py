@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from torch_cascade.compiler.graph import Size, Sizes, shape, tensor
-from torch_cascade.passes.key_limits import KeyLimit, Rows, limit_of
+from torch_cascade.passes.key_limits import KeyLimit, Rows, limits
 from torch_cascade.passes.mask_bounds import Bounds, bound_of, edges, vacuous
 from torch_cascade.passes.mask_elements import Elements
 from torch_cascade.passes.mask_rules import aligned
@@ -39,7 +39,6 @@ from torch_cascade.passes.predicate import (
     Tree,
     apply,
     both,
-    given,
     if_else,
     leaves,
     substitute,
@@ -175,11 +174,10 @@ class MaskReader:
         """
         if rows is None or not self.finite(site):
             return None, local
+        device = tensor(site.q.node).device
         for at, (term, tree) in enumerate(local):
-            for condition in conjunction(tree)[0]:
-                limit = limit_of(self._read, scores, condition, start, rows)
-                if limit is not None and tensor(limit.node).device == tensor(site.q.node).device:
-                    rest = given(tree, condition.atom, condition.then is True)
+            for limit, rest in limits(self._read, scores, tree, start, rows):
+                if tensor(limit.node).device == device:
                     return limit, [*local[:at], (term, rest), *local[at + 1 :]]
         return None, local
 

@@ -101,6 +101,27 @@ def also_causal(t: Tensors) -> Tensor:
     return joined(prefix[:, None].expand(-1, M, -1), suffix)[:, None]
 
 
+def clamped(t: Tensors) -> Tensor:
+    """As a static cache counts its tokens: never below zero, the new one included."""
+    prefix = torch.arange(PREFIX) <= (t["lens"] - 4).clamp_min(20)[:, None]
+    suffix = torch.arange(SUFFIX) <= t["suffix_lens"].clamp_min(3)[:, None]
+    return joined(prefix.repeat_interleave(T, 0), suffix)[:, None, None]
+
+
+def larger_of_two(t: Tensors) -> Tensor:
+    """A maximum by `where`, in both of its spellings."""
+    at = t["lens"]
+    longer = torch.where(at >= 30, at, 30), torch.where(at < 31, 30, at)
+    prefix = torch.arange(PREFIX) < longer[0][:, None]
+    suffix = torch.arange(SUFFIX) < (longer[1] - 25)[:, None]
+    return joined(prefix, suffix).repeat_interleave(T, 0)[:, None, None]
+
+
+def clamped_and_another(t: Tensors) -> Tensor:
+    """What is left of the mask beside the limit."""
+    return clamped(t) & (torch.arange(PREFIX + SUFFIX) >= 2)
+
+
 LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
     # name: mask, (prefix, suffix) have kv_lens, (prefix, suffix) read a mask
     "a length a request": (by_request, (True, True), (False, False)),
@@ -111,6 +132,9 @@ LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
     "total length": (over_the_whole_axis, (False, True), (True, False)),
     "suffixes by request": (requests_limit_both, (True, True), (False, False)),
     "and causal": (also_causal, (True, True), (False, True)),
+    "never below a number": (clamped, (True, True), (False, False)),
+    "the larger of two": (larger_of_two, (True, True), (False, False)),
+    "and from a number on": (clamped_and_another, (True, True), (True, False)),
 }
 
 
@@ -181,6 +205,20 @@ def finite(t: Tensors) -> Tensor:
     return torch.where(by_request(t), 0.0, -3.0)
 
 
+def another_of_two(t: Tensors) -> Tensor:
+    """No maximum: a length of 9 stays, one of 8 would become 14."""
+    lens = torch.where(t["lens"] >= 9, t["lens"], 14)
+    prefix = torch.arange(PREFIX) < lens[:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
+def smaller_of_two(t: Tensors) -> Tensor:
+    """No maximum either."""
+    lens = torch.where(t["lens"] >= 30, 30, t["lens"])
+    prefix = torch.arange(PREFIX) < lens[:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
 NO_LIMIT: dict[str, Mask] = {
     "lengths of branches": by_branch,
     "keys from a number on": at_least,
@@ -188,6 +226,8 @@ NO_LIMIT: dict[str, Mask] = {
     "depends on the query": by_query,
     "or another condition": either,
     "a small finite value": finite,
+    "one of two": another_of_two,
+    "the smaller of two": smaller_of_two,
 }
 
 
