@@ -142,7 +142,7 @@ def _zero_element(outs):
 
 
 def _zero_column(outs):
-    outs[0][:, 95] = 0.0
+    outs[0][:, 8191] = 0.0
     return outs
 
 
@@ -153,7 +153,8 @@ def _not_a_number(outs):
 
 @pytest.mark.parametrize("broken", [_swap, _zero_element, _zero_column, _not_a_number])
 def test_what_is_broken_is_found(broken):
-    row = Row(5, 192, (96, 32, 32))
+    """One element of thousands, too."""
+    row = Row(5, 192, (8192, 32, 32))
     case = linears_contest.Case(given(row))
     drawn = case.inputs
     results = linears_torch(drawn.x, drawn.weights, drawn.biases)
@@ -270,6 +271,14 @@ def stand_in(monkeypatch):
 
 def test_the_whole_command_on_a_stand_in(tmp_path, monkeypatch, capsys, stand_in):
     """The clock's figures are given."""
+    with_bias = []
+
+    class Case(linears_contest.Case):
+        def __init__(self, drawn):
+            super().__init__(drawn)
+            with_bias.append(drawn.biases is not None)
+
+    monkeypatch.setattr(linears_contest, "Case", Case)
     given_us = {"cublas": [30.0, 20.0, 25.0], "cublas-joined": [9.0, 11.0, 10.0]}
 
     def clock(prepared, flush, repeat):
@@ -290,6 +299,7 @@ def test_the_whole_command_on_a_stand_in(tmp_path, monkeypatch, capsys, stand_in
         "torch.float16",
         "write",
     )
+    assert with_bias == [True, True]
     assert "heads" not in settings and stand_in == [torch.float16]
     assert [line["label"] for line in content["lines"]] == ["5,192,96+32+48", "3,64,16"]
     first, second = content["lines"]
