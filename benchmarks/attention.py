@@ -52,20 +52,12 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
     def measure(row: rows.Row) -> Line:
         return contest.measure_row(engines, row, made, options, device)
 
-    command.fill(made, path, options, measure, _summary, console)
-    console.print(tables.title(made), markup=False, highlight=False)
-    console.print(tables.table(made, options.engines, OURS))
-    for text in (*tables.scores(made, OURS, RIVALS, "other engines"), *tables.complaints(made)):
-        console.print(text, markup=False, highlight=False)
+    command.fill(made, path, options, measure, tables.summary, console)
+    tables.report(made, options.engines, OURS, RIVALS, console)
     if not options.no_plot and any(r.time for line in made.lines for r in line.results.values()):
         plots.write(made, options.engines, path.with_suffix(".png"))
     console.print(f"written: {path}", highlight=False)
     return command.status(made, OURS)
-
-
-def _summary(line: Line) -> str:
-    timed = {n: r.time.median for n, r in line.results.items() if r.time is not None}
-    return ", ".join(f"{name} {tables.number(us)}" for name, us in timed.items())
 
 
 if __name__ == "__main__":

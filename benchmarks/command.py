@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,43 @@ if TYPE_CHECKING:
 NO_DEVICE = "this benchmark times CUDA graphs: it needs a CUDA device"
 
 
-def parser(name: str, described: str | None, repeat: int) -> argparse.ArgumentParser:
+@dataclass(frozen=True)
+class Sizes:
+    """What a row of a program is.
+
+    Attributes:
+        columns: its sizes by their letters, as they are written.
+        meaning: of each.
+        parse: a row from text.
+        default: rows if nobody says otherwise; their text can be parsed.
+    """
+
+    columns: str
+    meaning: str
+    parse: Callable[[str], Any]
+    default: Sequence[Any]
+
+
+ATTENTION = Sizes(
+    "B,T,L,S,X",
+    "requests, branches, prefix, queries a branch, suffix keys a branch",
+    rows.parse_row,
+    rows.DEFAULT_ROWS,
+)
+
+
+def parser(
+    name: str, described: str | None, repeat: int, sizes: Sizes = ATTENTION
+) -> argparse.ArgumentParser:
     """The options that all have; `repeat` is the default of `--repeat`."""
     made = argparse.ArgumentParser(name, description=(described or "").partition("\n")[0])
     made.add_argument(
         "--rows",
-        type=rows.parse_row,
+        type=sizes.parse,
         nargs="+",
-        default=rows.DEFAULT_ROWS,
-        metavar="B,T,L,S,X",
-        help="requests, branches, prefix, queries a branch, suffix keys a branch",
+        default=sizes.default,
+        metavar=sizes.columns,
+        help=sizes.meaning,
     )
     made.add_argument(
         "--repeat", type=at_least_one, default=repeat, help=f"timings of each (default: {repeat})"
@@ -63,23 +91,30 @@ def cuda_device() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def empty_record(name: str, options: argparse.Namespace, device: torch.device) -> Record:
+def empty_record(
+    name: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    sizes: Sizes = ATTENTION,
+    dtype: torch.dtype = DTYPE,
+) -> Record:
     """A record without lines; the machine's ceilings are measured."""
     from torch_cascade.benchmarks import ceilings
 
-    measured = ceilings.measure(device, DTYPE)
-    described = record.describe(device)
-    return Record(name, "us", "B,T,L,S,X", _settings(options), measured, described)
+    measured = ceilings.measure(device, dtype)
+    settings = _settings(options, dtype)
+    if sizes is ATTENTION:
+        settings["heads"] = vars(rows.Heads())
+    return Record(name, "us", sizes.columns, settings, measured, record.describe(device))
 
 
-def _settings(options: argparse.Namespace) -> dict[str, Any]:
+def _settings(options: argparse.Namespace, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "repeat": options.repeat,
         "flush": options.flush,
         "flush_bytes": timing.FLUSH_BYTES,
         "seed": options.seed,
-        "dtype": str(DTYPE),
-        "heads": vars(rows.Heads()),
+        "dtype": str(dtype),
         "interleaved": True,
     }
 
@@ -88,7 +123,7 @@ def fill(
     made: Record,
     path: Path,
     options: argparse.Namespace,
-    measure: Callable[[rows.Row], Line],
+    measure: Callable[[Any], Line],
     said: Callable[[Line], str],
     console: Console,
 ) -> None:

@@ -11,22 +11,24 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from torch_cascade.benchmarks.inputs import Inputs
+from torch_cascade.benchmarks.timing import Output
 from torch_cascade.kernels.launch_config import LaunchConfig
 
+Given = TypeVar("Given")
 Call = Callable[[], Tensor]
 
 FLASH3 = ("fa3_fwd_interface", "flash_attn_interface")
 
 
 @dataclass(frozen=True)
-class Peer:
+class Peer(Generic[Given]):
     """One engine.
 
     Attributes:
@@ -38,7 +40,7 @@ class Peer:
     """
 
     name: str
-    make: Callable[[Inputs], Call]
+    make: Callable[[Given], Callable[[], Output]]
     needs: tuple[str, ...] = ()
     cuda_only: bool = False
     ours: bool = False
@@ -88,14 +90,16 @@ def kernel(inputs: Inputs, configs: Sequence[LaunchConfig] | None = None) -> Cal
 
 
 @functools.cache
-def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], backend: str = "inductor", mode: str | None = None
+) -> Callable[..., Any]:
     """The function compiled for fixed sizes, once: a new wrapper would compile again.
 
     For `cascade` a graph in which nothing is rewritten is an error.
     """
     options: dict[str, Any] | None = {"strict": True} if backend == "cascade" else None
     made: Callable[..., Any] = torch.compile(
-        function, backend=backend, dynamic=False, options=options
+        function, backend=backend, mode=mode, dynamic=False, options=options
     )
     return made
 
@@ -187,7 +191,7 @@ def _flashinfer(inputs: Inputs) -> Call:
     return make(inputs)
 
 
-PEERS = (
+PEERS: tuple[Peer[Inputs], ...] = (
     Peer("kernel", kernel, cuda_only=True, ours=True),
     Peer("cascade", _compiled_naive("cascade"), ours=True),
     Peer("fa3-cascade", _flash3_cascade, FLASH3, cuda_only=True),

@@ -73,7 +73,7 @@ class Record:
     """Everything that a run measured.
 
     Attributes:
-        benchmark: `attention`, `generate` or `tune`.
+        benchmark: the program.
         unit: of times, `us` or `ms`.
         columns: names of the sizes in a line's label.
         settings: options of the run.

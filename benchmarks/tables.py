@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.table import Table
 
 from torch_cascade.benchmarks.record import OK, WRONG, Line, Record, Result, fastest
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SHORT = {"out of memory": "no memory", "missing": "-"}
 
@@ -28,6 +32,26 @@ def table(record: Record, engines: Sequence[str], ours: Sequence[str]) -> Table:
         cells = [cell(line, line.results.get(name), name in ours) for name in engines]
         drawn.add_row(line.label, number(line.floor), number(line.goal), *cells)
     return drawn
+
+
+def report(
+    record: Record,
+    engines: Sequence[str],
+    ours: Sequence[str],
+    rivals: Sequence[str],
+    console: Console,
+) -> None:
+    """Print the table of engines, and what is to be said of ours and of what went wrong."""
+    console.print(title(record), markup=False, highlight=False)
+    console.print(table(record, engines, ours))
+    for text in (*scores(record, ours, rivals, "other engines"), *complaints(record)):
+        console.print(text, markup=False, highlight=False)
+
+
+def summary(line: Line) -> str:
+    """The engines' times in one line."""
+    timed = {n: r.time.median for n, r in line.results.items() if r.time is not None}
+    return ", ".join(f"{name} {number(us)}" for name, us in timed.items())
 
 
 def title(record: Record) -> str:

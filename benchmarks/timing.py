@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ FLUSH_BYTES = 512 * 2**20
 WARM_UP = 3
 
 Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Output = Tensor | Sequence[Tensor]
 
 
 class Flush:
@@ -49,12 +50,12 @@ class Prepared:
     """
 
     run: Callable[[], object]
-    output: Tensor | None
+    output: Output | None
     refusal: str | None = None
     keeps: object = None
 
 
-def prepare(call: Callable[[], Tensor]) -> Prepared:
+def prepare(call: Callable[[], Output]) -> Prepared:
     """Warm a function up and capture it as a CUDA graph.
 
     A function that cannot be captured (it waits for the device, say) is timed as it is called;

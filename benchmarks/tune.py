@@ -9,9 +9,10 @@ import argparse
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from rich import box
@@ -21,7 +22,12 @@ from torch_cascade.benchmarks import candidates, command, contest, inputs, peers
 from torch_cascade.benchmarks.record import Line, Record, Result
 from torch_cascade.benchmarks.rows import Heads, Row
 from torch_cascade.benchmarks.spread import Spread
-from torch_cascade.kernels.launch_config import DeviceLimits, LaunchConfig
+from torch_cascade.kernels.launch_config import DeviceLimits
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Config = TypeVar("Config")
 
 CHOSEN = "chosen"  # key of a line's details: the name of the configuration `attend_config` takes
 
@@ -31,12 +37,12 @@ class Field:
     """The configurations that are compared at one row.
 
     Attributes:
-        configs: by name, the chosen one first.
+        configs: dataclasses by name, the chosen one first.
         chosen: its name.
         left_out: names of those that do not fit shared memory; they are not compiled.
     """
 
-    configs: dict[str, LaunchConfig]
+    configs: dict[str, Any]
     chosen: str
     left_out: list[str]
 
@@ -44,18 +50,32 @@ class Field:
     def of(cls, row: Row, heads: Heads, limits: DeviceLimits, only: str | None = None) -> Field:
         """The chosen configuration, and the candidates whose names contain `only`."""
         chosen = candidates.chosen(row, heads, limits)
-        configs, left_out = {candidates.name(chosen): chosen}, []
-        for config in candidates.enumerate_all(row, heads, limits):
-            name = candidates.name(config)
-            if only is not None and only not in name:
-                continue
-            if candidates.fits(config, heads, limits):
-                configs.setdefault(name, config)
-            else:
-                left_out.append(name)
-        return cls(configs, candidates.name(chosen), left_out)
+        others = candidates.enumerate_all(row, heads, limits)
+        fits = functools.partial(candidates.fits, heads=heads, limits=limits)
+        return cls.among(chosen, others, candidates.name, fits, only)
 
-    def engines(self) -> list[peers.Peer]:
+    @classmethod
+    def among(
+        cls,
+        chosen: Config,
+        others: Iterable[Config],
+        name: Callable[[Config], str],
+        fits: Callable[[Config], bool],
+        only: str | None = None,
+    ) -> Field:
+        """The chosen configuration, and those of `others` that fit, with `only` in their names."""
+        configs, left_out = {name(chosen): chosen}, []
+        for config in others:
+            called = name(config)
+            if only is not None and only not in called:
+                continue
+            if fits(config):
+                configs.setdefault(called, config)
+            else:
+                left_out.append(called)
+        return cls(configs, name(chosen), left_out)
+
+    def engines(self) -> list[peers.Peer[inputs.Inputs]]:
         """Our kernel once a configuration."""
         return [
             peers.Peer(name, functools.partial(peers.kernel, configs=[config]), ours=True)
@@ -66,6 +86,12 @@ class Field:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     made = command.parser("tune", __doc__, repeat=20)
+    add_options(made)
+    return made
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """The options of programs that compare configurations."""
     made.add_argument("--only", metavar="TEXT", help="candidates with this in their names")
     made.add_argument(
         "--show", type=command.at_least_one, default=5, help="candidates a row in the table"
@@ -73,7 +99,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--jobs", type=command.at_least_one, default=8, help="kernels compiled at once"
     )
-    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,12 +126,17 @@ def _run(options: argparse.Namespace, device: torch.device) -> int:
         return measure_row(row, made, options, limits, device)
 
     command.fill(made, path, options, measure, summary, console)
-    console.print(tables.title(made), markup=False, highlight=False)
-    console.print(table(made, options.show))
-    for text in (*overall(made), *tables.complaints(made)):
-        console.print(text, markup=False, highlight=False)
+    report(made, options.show, console)
     console.print(f"written: {path}", highlight=False)
     return status(made)
+
+
+def report(made: Record, show: int, console: Console) -> None:
+    """The table of configurations, and what is to be said of them."""
+    console.print(tables.title(made), markup=False, highlight=False)
+    console.print(table(made, show))
+    for text in (*overall(made), *tables.complaints(made)):
+        console.print(text, markup=False, highlight=False)
 
 
 def measure_row(

@@ -265,7 +265,7 @@ def test_wrong_and_failing_engines_are_not_timed(monkeypatch):
         peers.Peer("elsewhere", fail("never called"), cuda_only=True),
     )
     monkeypatch.setattr(contest.timing, "prepare", _as_called)
-    results, prepared = contest.prepare(engines, given(), CPU)
+    results, prepared = contest.prepare(engines, contest.cases(given()), CPU)
     assert list(prepared) == ["ours"]
     assert {name: result.status for name, result in results.items()} == {
         "ours": record.OK,

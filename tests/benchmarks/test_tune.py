@@ -163,7 +163,7 @@ def test_configurations_compute_what_float64_does(monkeypatch):
     plain = inputs.draw(row, heads, CPU, torch.float32, 0)
     monkeypatch.setattr(contest.timing, "prepare", as_called)
     with interpreted():
-        results, prepared = contest.prepare(engines, plain, CPU)
+        results, prepared = contest.prepare(engines, contest.cases(plain), CPU)
     assert {name: result.reason for name, result in results.items()} == dict.fromkeys(prepared)
     assert set(prepared) == {*names, field.chosen}
 
