@@ -28,6 +28,7 @@ from torch_cascade.benchmarks import (
 from torch_cascade.benchmarks.linears_contest import DEFAULT, NAMES, PEERS
 from torch_cascade.benchmarks.linears_work import Inputs, Row
 from torch_cascade.benchmarks.record import Line, Record
+from torch_cascade.kernels.launch_config import DeviceLimits
 from torch_cascade.kernels.linears_config import linears_config
 
 if TYPE_CHECKING:
@@ -116,7 +117,7 @@ def _sweep(
     made.settings |= {"only": options.only, "limits": limits._asdict()}
 
     def measure(row: Row) -> Line:
-        return sweep_row(row, made, options, limits.shared_memory, device)
+        return sweep_row(row, made, options, limits, device)
 
     command.fill(made, path, options, measure, tune.summary, console)
     tune.report(made, options.show, console)
@@ -138,10 +139,11 @@ def measure_row(
     return contest.line(row, floor, contest.timed(results, prepared, options, device))
 
 
-def field(row: Row, element: int, shared_memory: int, only: str | None = None) -> tune.Field:
+def field(row: Row, element: int, limits: DeviceLimits, only: str | None = None) -> tune.Field:
     """The configuration that a launch takes, and the candidates whose names contain `only`."""
-    chosen = linears_config(row.rows, row.features, row.columns)
-    room = functools.partial(linears_contest.fits, element=element, shared_memory=shared_memory)
+    chosen = linears_config(row.rows, row.features, row.columns, limits.processors)
+    memory = limits.shared_memory
+    room = functools.partial(linears_contest.fits, element=element, shared_memory=memory)
     return tune.Field.among(
         chosen, linears_contest.candidates(row), linears_contest.name, room, only
     )
@@ -151,12 +153,12 @@ def sweep_row(
     row: Row,
     made: Record,
     options: argparse.Namespace,
-    shared_memory: int,
+    limits: DeviceLimits,
     device: torch.device,
 ) -> Line:
     """Compile, check and time all configurations at these sizes."""
     dtype = DTYPES[options.dtype]
-    compared = field(row, dtype.itemsize, shared_memory, options.only)
+    compared = field(row, dtype.itemsize, limits, options.only)
     engines = [
         peers.Peer(each, functools.partial(linears_contest.kernel, config=config), ours=True)
         for each, config in compared.configs.items()

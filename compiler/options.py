@@ -209,7 +209,7 @@ class Options:
 
         Example:
             >>> Options(decide="never").fingerprint()  # doctest: +ELLIPSIS
-            "passes=cascade,blend;decide='never';guards='auto';batch_invariant=False;levels=None;..."
+            "passes=cascade,blend,linears;decide='never';guards='auto';batch_invariant=False;..."
 
         Of a callable only the name is in it; what it does is in `Pipeline.uuid`.
         """

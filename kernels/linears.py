@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 
 def linears_torch(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """`cascade::linears` [M, K] x [Ni, K] -> [M, Ni], one product after the other."""
     given = [None] * len(weights) if biases is None else biases
-    return [linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True)]
+    return tuple(linear(x, weight, bias) for weight, bias in zip(weights, given, strict=True))

@@ -99,7 +99,7 @@ def _linears_eager(
     x: Tensor, weights: list[Tensor], biases: list[Tensor] | None = None
 ) -> list[Tensor]:
     check_linears(x, weights, biases)
-    return linears_torch(x, weights, biases)
+    return list(linears_torch(x, weights, biases))
 
 
 def _linears_fake(

@@ -48,14 +48,15 @@ class LinearsPass(Pass):
     Assumes bfloat16 or float16, sizes that are numbers, weights that are inputs of the graph, and
     a GPU of the generation that the kernel was measured on. A single layer is taken where cuBLAS
     would compute it in two launches. Runs only where attention was rewritten: all other graphs
-    stay as they are. Sums are in float32, as cuBLAS's; they differ in the order of the terms.
+    stay as they are. Sums are in float32, as cuBLAS's; they differ in the order of the terms,
+    which depends on the number of rows, so with `batch_invariant` nothing is joined.
     """
 
     name: ClassVar[str] = "linears"
 
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
         """Find, group, then join."""
-        if not context.record.rewritten or _searches_itself():
+        if not context.record.rewritten or context.options.batch_invariant or _searches_itself():
             return
         found = [linear_of(node) for node in graph.nodes]
         sites = [site for site in found if isinstance(site, LinearSite)]

@@ -57,6 +57,7 @@ KERNELS = {
     "kernels.register": {
         "kernels.checks",
         "kernels.cpu_attend",
+        "kernels.linears",
         "kernels.merge",
         "kernels.sdpa",
         "kernels.triton_launch",
@@ -66,9 +67,17 @@ KERNELS = {
     "kernels.triton_launch": {
         "kernels.cpu_attend",
         "kernels.launch_config",
+        "kernels.launchable",
         "kernels.triton_attend",
         "kernels.triton_call",
         "kernels.triton_merge",
+    },
+    "kernels.linears_config": {"kernels.launch_config"},
+    "kernels.linears_launch": {
+        "kernels.launchable",
+        "kernels.linears_config",
+        "kernels.triton_launch",
+        "kernels.triton_linears",
     },
     "kernels.triton_attend": {
         "kernels.triton_finish",

@@ -21,12 +21,14 @@ from torch_cascade.benchmarks import (
 )
 from torch_cascade.benchmarks.linears_work import Row
 from torch_cascade.benchmarks.rows import Ceilings
+from torch_cascade.kernels.launch_config import DeviceLimits
 from torch_cascade.kernels.linears import linears_torch
 from torch_cascade.kernels.linears_config import LinearsConfig, linears_config
 
 CPU = torch.device("cpu")
 MEASURED = Ceilings(4e12, 800e12)
-H200 = 232448  # bytes of shared memory
+LIMITS = DeviceLimits(processors=132, shared_memory=232448)
+H200 = LIMITS.shared_memory
 ROW = Row(5, 192, (96, 32, 48))
 
 
@@ -216,12 +218,12 @@ def test_what_fits():
 
 def test_the_field_has_the_chosen_one_and_leaves_out_what_does_not_fit():
     row = Row(16, 4096, (4096, 1024, 1024))
-    field = linears.field(row, 2, H200)
-    assert field.configs[field.chosen] == linears_config(16, 4096, row.columns)
+    field = linears.field(row, 2, LIMITS)
+    assert field.configs[field.chosen] == linears_config(16, 4096, row.columns, 132)
     assert next(iter(field.configs)) == field.chosen
     assert len(field.configs) + len(field.left_out) == 252
     assert "32x512x4, warps 2" in field.configs and "32x512x5, warps 2" in field.left_out
-    some = linears.field(row, 2, H200, only="64x64x")
+    some = linears.field(row, 2, LIMITS, only="64x64x")
     assert set(some.configs) - {some.chosen} == {n for n in field.configs if "64x64x" in n}
 
 

@@ -36,7 +36,8 @@ EVERY = {
 def test_defaults_without_options_or_variables():
     options, patches = Options.resolve(None, None)
     assert options == Options()
-    assert [p.name for p in options.passes] == ["cascade", "blend"] and options.dump is None
+    assert [p.name for p in options.passes] == ["cascade", "blend", "linears"]
+    assert options.dump is None
     assert patches == {}
 
 

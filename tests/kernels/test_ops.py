@@ -103,6 +103,14 @@ def test_opcheck_merge(layout, parts):
 
 
 @layouts
+def test_opcheck_linears(layout):
+    x, (first, second) = layout(1, 2, 5, 16)[0, 0], layout(1, 2, 7, 16)[0]
+    weights, biases = [first, second], [dense(7), dense(7)]
+    checked(cascade.linears.default, (x, weights))
+    checked(cascade.linears.default, (x, weights, biases))
+
+
+@layouts
 def test_opcheck_reuse_kv(layout):
     k, v, fresh = layout(2, 3, 7, 16), layout(2, 3, 7, 24), torch.tensor([[1, 2], [0, 6]])
     args = (k, v, dense(2, 3, 7, 16), dense(2, 3, 7, 24), fresh)
@@ -223,6 +231,7 @@ def test_partials_ignore_autocast(case):
         o, lse = ops.attend(*args, **options)
         merged = ops.merge([o, o], [lse, lse])
         fused = ops.reuse_kv(args[1], args[2], args[1], args[2], torch.zeros(2, 1).long())
+        fused += tuple(ops.linears(args[0][0, 0], [args[1][0, 0]]))
     assert_attends((o, lse), args, options)
     assert {x.dtype for x in (*merged, *fused)} == {torch.float32}
 
@@ -239,6 +248,7 @@ def call(op, x):
         "cascade::attend": lambda: op(x, x, x),
         "cascade::merge": lambda: op([x], [x[..., 0]]),
         "cascade::reuse_kv": lambda: op(x, x, x, x, fresh),
+        "cascade::linears": lambda: op(x[0, 0], [x[1, 1]]),
     }[name]()
 
 
@@ -403,6 +413,33 @@ def test_reuse_kv_says_what_is_wrong(message):
     with pytest.raises((TypeError, ValueError)) as error:
         ops.reuse_kv(*WRONG_REUSE[message])
     assert str(error.value).startswith(f"cascade::reuse_kv: {message}")
+
+
+ROWS, WEIGHT = dense(5, 16), dense(7, 16)
+WRONG_LINEARS = {
+    "weights: expected one or more, got 0": (ROWS, []),
+    "x: expected 2 dims, got 1": (ROWS[0], [WEIGHT]),
+    "x: expected torch.float32 or": (ROWS.int(), [WEIGHT]),
+    "weights[1]: expected size(1) == x.size(1) = 16": (ROWS, [WEIGHT, WEIGHT[:, 1:]]),
+    "weights[1]: expected the dtype of x": (ROWS, [WEIGHT, WEIGHT.half()]),
+    "biases: expected as many as weights, 1, got 2": (ROWS, [WEIGHT], [WEIGHT[:, 0]] * 2),
+    "biases[0]: expected size(0) == weights[0].size(0) = 7": (ROWS, [WEIGHT], [WEIGHT[:6, 0]]),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_LINEARS)
+def test_linears_says_what_is_wrong(message):
+    with pytest.raises((TypeError, ValueError)) as error:
+        ops.linears(*WRONG_LINEARS[message])
+    assert str(error.value).startswith(f"cascade::linears: {message}")
+
+
+def test_linears_are_torchs_products():
+    x, weights, biases = dense(5, 16), [dense(7, 16), dense(3, 16)], [dense(7), dense(3)]
+    plain, with_bias = ops.linears(x, weights), ops.linears(x, weights, biases)
+    for i, weight in enumerate(weights):
+        assert torch.equal(plain[i], torch.nn.functional.linear(x, weight))
+        assert torch.equal(with_bias[i], torch.nn.functional.linear(x, weight, biases[i]))
 
 
 # --- symbolic sizes -------------------------------------------------------------------------------

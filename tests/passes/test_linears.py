@@ -1,162 +1,242 @@
-"""Linear layers of a decoding step joined into one launch: which, which not, and that they are right."""
+"""Linear layers of a decoding step joined into one launch: which, which not, and their values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.backend import eager_cascade, last_compilation
+from support.capture import joint_graph
 from support.fake_cuda import moved_to_cuda
-from support.lowering import rewritten
-from torch import fx, nn
+from support.lowering import lowered_for_cuda, rewritten
+from torch import Tensor, fx, nn
 
+from torch_cascade import last_report
+from torch_cascade.compiler.graph import show
+from torch_cascade.compiler.pass_base import PassContext
+from torch_cascade.compiler.record import LinearsRecord
+from torch_cascade.compiler.report import Reason
 from torch_cascade.kernels.launch_config import DeviceLimits
 from torch_cascade.passes import linears as module
+from torch_cascade.passes.linear_site import LinearSite, linear_of
 from torch_cascade.passes.linears import LinearsPass
 from torch_cascade.passes.verify import check_graph
 
-T, H, P, D, WIDTH = 5, 3, 40, 32, 192  # branches, heads, prefix, head size, features
+# Branches, heads, prefix tokens, head size, features, inner features: pairwise distinct.
+T, H, P, D, WIDTH, INNER = 5, 2, 40, 64, 192, 320
+H200 = DeviceLimits(processors=132, shared_memory=232448, generation=9)
 aten, cascade = torch.ops.aten, torch.ops.cascade
+WRAPPER = torch.ops.higher_order.triton_kernel_wrapper_functional
+
+
+def linear(features: int, columns: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(features, columns, bias).bfloat16()
 
 
 class Step(nn.Module):
-    """A decoding step of one layer: queries, keys, values, attention, output, gate, up, down."""
+    """A decoding step of one layer: queries, keys and values, output, gate and up, down."""
 
-    def __init__(self, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, bias: bool = False) -> None:
         super().__init__()
-        inner = 320
-        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, H * D, bias) for _ in range(4))
-        self.o = nn.Linear(H * D, WIDTH, bias)
-        self.gate, self.up = nn.Linear(WIDTH, inner, bias), nn.Linear(WIDTH, inner, bias)
-        self.down = nn.Linear(inner, WIDTH, bias)
-        self.to(dtype)
+        self.q, self.k, self.v = (linear(WIDTH, H * D, bias) for _ in range(3))
+        self.o = linear(H * D, WIDTH, bias)
+        self.gate, self.up = linear(WIDTH, INNER, bias), linear(WIDTH, INNER, bias)
+        self.down = linear(INNER, WIDTH, bias)
 
-    def forward(self, x, pk, pv):
-        q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        o = F.scaled_dot_product_attention(q, joined(pk, k), joined(pv, v))
-        x = x + self.o(o.transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Tensor:
+        x = x + self.o(self.attention(x, pk, pv))
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
 
+    def attention(self, x: Tensor, pk: Tensor, pv: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        o = F.scaled_dot_product_attention(q, joined(pk, k), joined(pv, v))
+        return o.transpose(1, 2).flatten(2)
 
-def joined(prefix, suffix):
-    return torch.cat([prefix.repeat_interleave(suffix.shape[0] // prefix.shape[0], 0), suffix], 2)
+
+def joined(prefix: Tensor, suffix: Tensor) -> Tensor:
+    return torch.cat([prefix.repeat_interleave(suffix.shape[0], 0), suffix], 2)
 
 
-def inputs(dtype=torch.bfloat16, tokens=1):
+def inputs(tokens: int = 1, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, ...]:
     prefix = torch.randn(1, H, P, D).to(dtype)
     return torch.randn(T, tokens, WIDTH).to(dtype), prefix, prefix.cos()
 
 
-def after_pass(fn, *args, device="cuda", limits=None, keep_sites=True, dynamic=False):
-    """(graph, context) after `LinearsPass`, of a graph as it is on a GPU."""
+def found(fn: Callable[..., Any], *args: Tensor, dynamic: bool = False) -> Any:
+    """(graph module, context) as it is on a GPU, attention rewritten."""
     with torch.no_grad():
         gm, context = rewritten(fn, *args, dynamic=dynamic)
-    if not keep_sites:
-        context.record.sites.clear()
-    gm = moved_to_cuda(gm) if device == "cuda" else gm
-    limits = limits or DeviceLimits(132, 232448)
+    return moved_to_cuda(gm), context
+
+
+def applied(gm: fx.GraphModule, context: PassContext, limits: DeviceLimits = H200) -> list[int]:
+    """Run the pass; the number of products in each launch."""
     with mock.patch.object(module, "_limits", lambda _device: limits):
         LinearsPass().apply(gm.graph, context)
     check_graph(gm.graph, after="linears")
-    return gm.graph, context
+    return [len(node.args[1]) for node in calls(gm.graph, cascade.linears.default)]
 
 
-def launches(graph: fx.Graph) -> list[int]:
-    """Products in each launch."""
-    found = graph.find_nodes(op="call_function", target=cascade.linears.default)
-    return [len(node.args[1]) for node in found]
+def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return list(graph.find_nodes(op="call_function", target=target))
 
 
-def test_layers_that_read_the_same_rows_are_joined():
-    graph, context = after_pass(Step(), *inputs())
-    assert launches(graph) == [3, 1, 2, 1]  # q k v; o; gate up; down
-    assert not graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert vars(context.record.linears) == {"joined": 7, "launches": 4, "kept": 0}
+def test_layers_that_read_the_same_rows_are_one_launch():
+    gm, context = found(Step(), *inputs())
+    assert applied(gm, context) == [3, 1, 2, 1]  # q, k, v; o; gate, up; down
+    assert not calls(gm.graph, aten.mm.default)
+    assert context.record.linears == LinearsRecord(joined=7, launches=4, kept=0)
 
 
-def test_biases_go_with_their_weights():
-    graph, _ = after_pass(Step(bias=True), *inputs())
-    assert launches(graph) == [3, 1, 2, 1]
-    (first, *_) = graph.find_nodes(op="call_function", target=cascade.linears.default)
-    x, weights, biases = first.args
-    assert [tuple(b.meta["val"].shape) for b in biases] == [(H * D,)] * 3
-    assert not graph.find_nodes(op="call_function", target=aten.addmm.default)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "biased"])
+def test_what_is_computed_stays(bias):
+    """Each product goes to the users of its own layer, with its own bias."""
+    step, given = Step(bias), inputs()
+    with mock.patch.object(module, "_limits", lambda _device: H200), as_measured():
+        actual = compiled(step, given, "cascade,linears")
+    assert last_compilation().linears == LinearsRecord(joined=7, launches=4, kept=0)
+    assert "linear layers: 7 in 4 launches, 0 left to Inductor" in str(last_report())
+    assert torch.equal(actual, compiled(step, given, "cascade"))
+    assert last_compilation().linears is None
+
+
+def as_measured() -> Any:
+    """All sites are of a kind that the kernel takes, on a CPU, too."""
+    return mock.patch.object(module, "_is_measured", lambda _site: True)
+
+
+def compiled(step: Step, given: tuple[Tensor, ...], passes: str) -> Tensor:
+    torch._dynamo.reset()
+    backend = eager_cascade(decide="always", strict=True, passes=passes)
+    with torch.no_grad():
+        result: Tensor = torch.compile(step, backend=backend)(*given)
+    return result
 
 
 @pytest.mark.parametrize(
-    ("change", "why"),
+    "change",
     [
-        ({"device": "cpu"}, "no GPU"),
-        ({"limits": DeviceLimits(108, 166912, 8)}, "not measured there"),
-        ({"keep_sites": False}, "no attention was rewritten"),
-        ({"dynamic": True}, "rows are a symbol"),
+        "a CPU",
+        "another generation",
+        "attention as it was",
+        "batch invariant",
+        "rows that are a symbol",
+        "float32",
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_where_nothing_is_joined(change, why):
-    graph, context = after_pass(Step(), *inputs(), **change)
-    assert (launches(graph), context.record.linears) == ([], None), why
+def test_where_nothing_is_joined(change):
+    step, dtype = Step(), torch.bfloat16
+    if change == "float32":
+        step, dtype = step.float(), torch.float32
+    gm, context = found(step, *inputs(dtype=dtype), dynamic=change == "rows that are a symbol")
+    if change == "a CPU":
+        with torch.no_grad():
+            gm, context = rewritten(step, *inputs())
+    if change == "attention as it was":
+        context.record.sites.clear()
+    if change == "batch invariant":
+        context = replace(context, options=replace(context.options, batch_invariant=True))
+    before = show(gm.graph)
+    limits = H200._replace(generation=8) if change == "another generation" else H200
+    assert applied(gm, context, limits) == []
+    assert context.record.linears is None and show(gm.graph) == before
 
 
-def test_other_dtypes_and_many_rows_stay():
-    assert launches(after_pass(Step(dtype=torch.float32), *inputs(torch.float32))[0]) == []
-    assert launches(after_pass(Step(), *inputs(tokens=12))[0]) == [3, 1, 2, 1]  # 60 rows
-    assert launches(after_pass(Step(), *inputs(tokens=13))[0]) == []  # 65
+def test_many_rows_stay():
+    assert applied(*found(Step(), *inputs(tokens=12))) == [3, 1, 2, 1]  # 60 rows
+    assert applied(*found(Step(), *inputs(tokens=13))) == []  # 65
 
 
 def test_a_search_of_inductors_own_is_left_alone():
-    with torch._inductor.config.patch(max_autotune_gemm=True):
-        assert launches(after_pass(Step(), *inputs())[0]) == []
+    for name in ("max_autotune", "max_autotune_gemm"):
+        with torch._inductor.config.patch({name: True}):
+            assert applied(*found(Step(), *inputs())) == []
 
 
 def test_sizes_that_no_tile_divides_stay():
-    """96 features are no multiple of 64: the output layer is kept, the others are joined."""
     step = Step()
-    step.o = nn.Linear(H * D, WIDTH, False).bfloat16()
-    graph, context = after_pass(step, *inputs())
-    kept = graph.find_nodes(op="call_function", target=aten.mm.default)
-    assert [tuple(n.meta["val"].shape) for n in kept] == [(T, WIDTH)]
-    assert context.record.linears.kept == 1
+    step.gate, step.up = linear(WIDTH, 328), linear(WIDTH, 328)  # columns: 16 does not divide them
+    step.down = linear(328, WIDTH)  # nor 64 these features
+    gm, context = found(step, *inputs())
+    assert applied(gm, context) == [3, 1]
+    assert context.record.linears == LinearsRecord(joined=4, launches=2, kept=3)
 
 
-class Many(Step):
-    """Four products of the same rows, one of other rows of the same sizes."""
+class Four(Step):
+    """A fourth layer of the same rows, and one of other rows of the same sizes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.more = nn.Linear(WIDTH, 64, False).bfloat16()
-        self.other = nn.Linear(WIDTH, 64, False).bfloat16()
+        self.more, self.other = linear(WIDTH, 64), linear(WIDTH, 448)
 
-    def forward(self, x, pk, pv):
-        y = super().forward(x, pk, pv)
-        return y, self.more(x), self.other(x.flip(0))
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        return self.attention(x, pk, pv), self.more(x), self.other(x.flip(0))
 
 
 def test_groups_are_of_three_and_of_the_same_rows():
-    graph, _ = after_pass(Many(), *inputs())
-    found = graph.find_nodes(op="call_function", target=cascade.linears.default)
-    assert [len(node.args[1]) for node in found][0] == 3
-    for node in found:
-        for weight in node.args[1]:
-            assert weight.meta["val"].shape[1] == node.args[0].meta["val"].shape[1]
-    rows = {node.args[0] for node in found if len(node.args[1]) == 1}
-    assert any("flip" in str(source.target) for x in rows for source in x.all_input_nodes)
+    gm, context = found(Four(), *inputs())
+    assert applied(gm, context) == [3, 1, 1]
+    launches = calls(gm.graph, cascade.linears.default)
+    widths = [[w.meta["val"].shape[0] for w in launch.args[1]] for launch in launches]
+    assert sorted(widths) == [[64], [128, 128, 128], [448]]
 
 
-def test_a_wide_layer_alone_stays():
-    """cuBLAS computes it in one launch, so nothing would be saved."""
-    step = Step()
-    step.down = nn.Linear(320, 64 * 132, False).bfloat16()
-    step.forward = lambda x, pk, pv: (
-        Step.forward(step, x, pk, pv) if False else wide(step, x, pk, pv)
-    )
-    graph, _ = after_pass(step, *inputs())
-    assert launches(graph)[-1] == 2
-    assert len(graph.find_nodes(op="call_function", target=aten.mm.default)) == 1
+class Wide(Step):
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.head = linear(INNER, columns)
+
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        return self.attention(x, pk, pv), self.head(self.gate(x))
 
 
-def wide(step, x, pk, pv):
-    q, k, v = (f(x).unflatten(-1, (H, D)).transpose(1, 2) for f in (step.q, step.k, step.v))
-    o = F.scaled_dot_product_attention(q, joined(pk, k), joined(pv, v))
-    return o, step.down(F.silu(step.gate(x)) * step.up(x))
+@pytest.mark.parametrize(("columns", "expected"), [(64 * 132 - 16, [3, 1, 1]), (64 * 132, [3, 1])])
+def test_a_layer_alone_is_taken_where_cublas_splits_it(columns, expected):
+    """What reads x (q, k, v and gate) are four; the head reads gate's rows alone."""
+    assert applied(*found(Wide(columns), *inputs())) == expected
+
+
+LOOK_ALIKES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "a product with a weight as it is": lambda x, w, b: x @ w,
+    "a computed weight": lambda x, w, b: F.linear(x, w.sin()),
+    "a scaled addend": lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5),
+    "an addend of two dims": lambda x, w, b: torch.addmm(b.expand(7, 64), x, w.t()),
+    "a sum": lambda x, w, b: x + b,
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_look_alikes(name):
+    given = torch.randn(7, 64), torch.randn(64, 64), torch.randn(64)
+    graph = joint_graph(LOOK_ALIKES[name], *given).graph
+    verdicts = [linear_of(node) for node in graph.nodes]
+    assert not any(verdicts)
+    assert {v.reason for v in verdicts} == {Reason.NO_LINEAR}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("spell", [lambda w: w.t(), lambda w: w.transpose(0, 1), lambda w: w.mT])
+def test_spellings_of_a_linear_layer(spell, bias):
+    def layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return torch.addmm(b, x, spell(w)) if bias else x @ spell(w)
+
+    graph = joint_graph(layer, torch.randn(7, 64), torch.randn(96, 64), torch.randn(96)).graph
+    (site,) = [site for node in graph.nodes if isinstance(site := linear_of(node), LinearSite)]
+    assert site.weight.meta["val"].shape == (96, 64) and site.weight.op == "placeholder"
+    assert (site.bias is not None) == bias
+
+
+def test_in_the_generated_code_it_is_our_kernel():
+    gm, context = found(Step(bias=True), *inputs())
+    applied(gm, context)
+    graph = lowered_for_cuda(gm, context)
+    kernels = [dict(n.kwargs["kwargs"]) for n in calls(graph, WRAPPER)]
+    ours = [given for given in kernels if "w_0" in given]
+    assert [sum(f"w_{i}" in given for i in range(3)) for given in ours] == [3, 1, 2, 1]
+    assert all((given["rows"], given["BLOCK_M"]) == (T, 16) for given in ours)
+    assert not calls(graph, aten.mm.default) and not calls(graph, aten.addmm.default)

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import pytest
@@ -164,7 +164,14 @@ class Binary:
     ptx: str
 
 
-def launches(workloads: Sequence[Workload], target: Target) -> list[Launch]:
+class Called(Protocol):
+    """A call on meta tensors."""
+
+    def call(self) -> None:
+        """Call it."""
+
+
+def launches(workloads: Sequence[Called], target: Target) -> list[Launch]:
     """The different launches of some calls on a GPU."""
     found: dict[Launch, None] = {}
 
