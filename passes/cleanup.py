@@ -1,4 +1,4 @@
-"""Cleanup after rewriting: nodes that nobody uses any more, and work done twice."""
+"""Cleanup after rewriting: nodes that nobody uses any more, and work done or written twice."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.passes.site import move_tags
+from torch_cascade.passes.written_once import REALIZE, written_once
 
 
 @dataclass(frozen=True)
@@ -20,15 +21,21 @@ class CleanupPass(Pass):
 
     Every layer slices the same mask and counts the same positions; a rewrite a layer would prepare
     them a layer. Nodes of the user's own graph are never joined: an unmatched graph stays as it is.
-    Nor are buffers that Triton kernels write: shared, each would have to be copied.
+    Nor are buffers that Triton kernels write: shared, each would have to be copied. What several
+    kernels then read is marked as written once.
     """
 
     name: ClassVar[str] = "cleanup"
     since: frozenset[fx.Node] = frozenset()
 
     def apply(self, graph: fx.Graph, context: PassContext) -> None:
-        """Erase dead nodes, then each made node that repeats an earlier one."""
+        """Erase dead nodes, then each made node that repeats an earlier one; mark what is read."""
         graph.eliminate_dead_code()
+        self._join(graph)
+        for node in written_once(graph, self.since):
+            node.meta[REALIZE] = True
+
+    def _join(self, graph: fx.Graph) -> None:
         seen: dict[Any, fx.Node] = {}
         for node in list(graph.nodes):
             if node in self.since or node.op != "call_function" or not _is_pure(node):

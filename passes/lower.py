@@ -37,6 +37,7 @@ from torch_cascade.passes.fuse import (
 )
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.site import move_tags
+from torch_cascade.passes.written_once import is_part_of_computed, packed, viewed
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,8 @@ def _dense(marker: fx.Node, which: int, sizes: Sizes) -> fx.Node:
 
 def _is_input(node: fx.Node) -> bool:
     """True for a graph input, and for a view of one."""
-    while isinstance(node.target, torch._ops.OpOverload):
-        if not any(argument.alias_info for argument in node.target._schema.arguments):
-            return False
-        (node, *_) = node.all_input_nodes
+    while (source := viewed(node)) is not None:
+        node = source
     return node.op == "placeholder"
 
 
@@ -178,7 +177,8 @@ def _said(separate: Separate) -> str:
 def _inline_fused(inliner: Inliner, fusion: Fusion, target: Target) -> None:
     """Replace attends, merge and what follows by one call."""
     root, first, epilogue = fusion.root, fusion.attends[0], fusion.epilogue
-    parts = [target.part(**part_arguments(attend)) for attend in fusion.attends]
+    emit = Emitter(root)
+    parts = [target.part(**_compact(emit, part_arguments(attend))) for attend in fusion.attends]
     options = shared_arguments(first)
     if epilogue is not None:
         options |= {"out_dtype": epilogue.dtype, "out_order": epilogue.order}
@@ -192,6 +192,17 @@ def _inline_fused(inliner: Inliner, fusion: Fusion, target: Target) -> None:
         for result in list(node.users):
             node.graph.erase_node(result)
         node.graph.erase_node(node)
+
+
+def _compact(emit: Emitter, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a part; a mask that is cut out of a computed one is a copy, for all layers.
+
+    Only its elements are then written, and not those of the other parts.
+    """
+    mask = arguments.get("mask")
+    if mask is None or not is_part_of_computed(mask):
+        return dict(arguments)
+    return {**arguments, "mask": packed(emit, mask)}
 
 
 def _take_over(nodes: Sequence[fx.Node], out: fx.Node, dims: tuple[int, ...]) -> None:

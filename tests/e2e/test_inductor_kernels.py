@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "support" / "inductor_kernels.py"
 
 
 def test_inductor_compiles_the_kernels():
-    """Static sizes; symbolic ones that earlier calls have tied by guards; two layers in a graph."""
+    """Static sizes; symbolic ones that earlier calls have tied by guards; layers in a graph."""
     variables = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", SCRIPT],
@@ -32,4 +32,6 @@ def test_inductor_compiles_the_kernels():
         f"symbolic: {both}",
         "symbolic: ",
         f"layers: {both}",
+        # One of the prefix's keys and one of the suffix's, not one a layer.
+        "masks of three layers: 4, 67; 4, 71",
     ]

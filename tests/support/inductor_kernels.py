@@ -2,15 +2,17 @@
 
 `python inductor_kernels.py` compiles attention with `backend="cascade"` on CPU tensors, lowered as
 for a GPU, up to the launch: Inductor's analysis of what the kernels write, its scheduling, its copy
-of their source, and that source compiled for sm_90. Prints `scene: kernel, kernel` for each scene.
+of their source, and that source compiled for sm_90. Prints `scene: kernel, kernel` for each scene,
+and for one the masks that the generated code writes.
 A process of its own, because Triton's driver and Inductor's compile workers are replaced.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 import triton
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.graph import GraphLowering
 from triton.backends.compiler import GPUTarget
 
 import torch_cascade.kernels.ops  # noqa: F401  (defines the ops that lower names)
@@ -106,6 +109,27 @@ def two_layers(q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
     return attention(attention(q.sin(), *kv), *kv)
 
 
+def masked_layers(q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
+    """Three layers read a mask that the graph computes; it is no condition on positions alone."""
+    keys, queries = torch.arange(PREFIX + SUFFIX), torch.arange(q.shape[2])[:, None]
+    visible = (keys * 3 + queries) % 5 > 0
+    k, v = (torch.cat([kv[i].repeat_interleave(3, 0), kv[i + 2]], 2) for i in (0, 1))
+    for _ in range(3):
+        q = F.scaled_dot_product_attention(q.sin(), k, v, visible, enable_gqa=True)
+    return q
+
+
+def masks_written(branches: int, queries: int) -> list[str]:
+    """The shapes of boolean buffers in the code that Inductor generates for `masked_layers`."""
+    code: list[str] = []
+    keep = mock.patch.object(GraphLowering, "save_output_code", staticmethod(code.append))
+    run = torch.compile(masked_layers, backend="cascade", dynamic=False, options=OPTIONS)
+    with as_on_a_gpu([]), keep, torch.no_grad(), suppress(Reached):
+        run(*inputs(branches, queries))
+    torch._dynamo.reset()
+    return re.findall(r"empty_strided_cpu\(\((.*?)\), \(.*?\), torch\.bool\)", code[-1])
+
+
 def scene(name: str, fn: Callable[..., Any], dynamic: bool, *calls: tuple[int, int]) -> None:
     """Compile a function for the sizes of each call in turn, and print the kernels."""
     run = torch.compile(fn, backend="cascade", dynamic=dynamic, options=OPTIONS)
@@ -127,6 +151,7 @@ def main() -> None:
     # The second call finds symbols tied by guards of the first; the third needs nothing new.
     scene("symbolic", attention, True, (3, 3), (5, 1), (2, 130))
     scene("layers", two_layers, True, (3, 3))
+    print(f"masks of three layers: {'; '.join(sorted(masks_written(3, 4)))}")
 
 
 if __name__ == "__main__":

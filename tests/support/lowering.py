@@ -26,13 +26,18 @@ from torch_cascade.kernels.cpu_attend import attend_cpu
 from torch_cascade.kernels.merge import merge_torch
 from torch_cascade.passes import lower
 from torch_cascade.passes.cascade import CascadePass
+from torch_cascade.passes.cleanup import CleanupPass
 from torch_cascade.passes.inline import Call, Inliner
 from torch_cascade.passes.verify import check_graph
+
+USERS = "users_nodes"
+"""In a graph module's `meta`: the nodes that stood there before the first pass."""
 
 
 def rewritten(fn: Callable[..., Any], *args: Any, dynamic: bool = False, **kwargs: Any) -> Any:
     """(graph module, context) of a function after the cascade pass, nothing lowered yet."""
     gm = joint_graph(fn, *args, prepare=capture, dynamic=dynamic, **kwargs)
+    gm.meta[USERS] = frozenset(gm.graph.nodes)
     sizes = Sizes.of(gm.graph, may_guard=True)
     context = PassContext(sizes, Options(decide="always", strict=True), Compilation())
     CascadePass().apply(gm.graph, context)
@@ -47,8 +52,10 @@ def lowered_for_cuda(gm: fx.GraphModule, context: PassContext) -> fx.Graph:
     if not isinstance(attend_parts, triton.JITFunction):
         pytest.skip("the kernels are interpreted in this process, and cannot be traced")
     graph = moved_to_cuda(gm).graph
+    *others, cleanup = passes_of(replace(context.options, passes=()), graph)
+    users = gm.meta.get(USERS, cleanup.since)
     with triton_for_a_gpu():
-        for each in passes_of(replace(context.options, passes=()), graph):
+        for each in (*others, CleanupPass(since=users)):
             each.apply(graph, context)
             check_graph(graph, after=each.name)
     return graph
