@@ -93,7 +93,7 @@ def limit_of(
 def limit_of_larger(
     read: Elements, scores: Scores, tree: Tree, start: Size, rows: Rows
 ) -> KeyLimit | None:
-    """A tree "key <= a if a >= b, else key <= b" as a limit, where b is no data; else None.
+    """A tree "key <= a if a >= b, else key <= b" as a limit, where b is a size; else None.
 
     So reads a number of tokens that was clamped from below, as `SharedPrefixCache` gives it.
     """
@@ -110,13 +110,9 @@ def limit_of_larger(
         # Where both are equal it does not matter which one is taken.
         ahead = sympy.expand(holds - (larger - smaller))
         limit = _limit(read, scores, larger, start, rows) if ahead in (0, -1) else None
-        if limit is not None and not _is_data(read, smaller):
+        if limit is not None and not smaller.free_symbols & read.box.keys():
             return replace(limit, least=sympy.expand(smaller + 1 - start - limit.shift))
     return None
-
-
-def _is_data(read: Elements, expr: Size) -> bool:
-    return any(read.is_data(symbol) for symbol in expr.free_symbols)
 
 
 def _last(scores: Scores, tree: Tree) -> Size | None:

@@ -219,6 +219,18 @@ def smaller_of_two(t: Tensors) -> Tensor:
     return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
 
 
+def larger_by_query(t: Tensors) -> Tensor:
+    """What the number is clamped by is another one for each query."""
+    last = torch.maximum(t["lens"][:, None], torch.arange(M) + 30)
+    prefix = (torch.arange(PREFIX) < last[..., None]).repeat_interleave(T, 0)
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
+def larger_by_request(t: Tensors) -> Tensor:
+    prefix = torch.arange(PREFIX) < torch.maximum(t["lens"], torch.arange(B) * 40)[:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
 NO_LIMIT: dict[str, Mask] = {
     "lengths of branches": by_branch,
     "keys from a number on": at_least,
@@ -228,6 +240,8 @@ NO_LIMIT: dict[str, Mask] = {
     "a small finite value": finite,
     "one of two": another_of_two,
     "the smaller of two": smaller_of_two,
+    "the larger of two for a query": larger_by_query,
+    "the larger of two for a request": larger_by_request,
 }
 
 
