@@ -152,6 +152,25 @@ def test_limits(name: str) -> None:
     check(fn, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("least", [None, 3])
+def test_the_largest_number_stands_for_all(least: int | None, dtype: torch.dtype) -> None:
+    """And the smallest one for none: a shift, by 1 or by where a segment begins, does not wrap."""
+    most = torch.iinfo(dtype)
+
+    def mask(t: Tensors) -> Tensor:
+        last = t["lens"] if least is None else t["lens"].clamp_min(least)
+        prefix = (torch.arange(PREFIX) <= last[:, None]).repeat_interleave(T, 0)
+        suffix = torch.arange(PREFIX, PREFIX + SUFFIX) < t["suffix_lens"][:, None]
+        return joined(prefix, suffix)[:, None, None]
+
+    ends = torch.tensor([most.max, most.min, PREFIX + 3] * 2, dtype=dtype)
+    given = tensors() | {"lens": torch.tensor([most.max, 20], dtype=dtype), "suffix_lens": ends}
+    fn = attention(paged, mask=mask)
+    assert all("kv_lens" in part.kwargs for part in attends(fn, values_of(given)))
+    check(fn, values_of(given))
+
+
 def test_dense_keys_have_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose kernels stop at the last key."""
     limits = lambda site, segment: Rows(segment.kept, batch_size(site))  # noqa: E731
