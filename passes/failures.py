@@ -50,16 +50,17 @@ class Failures:
                 raise
             return self._declined(node, error)
 
-    def warn(self, what: str) -> None:
+    def warn(self, what: str, then: str = "the attention there stays as it is") -> None:
         """One warning for all failures, with the traceback of the first; nothing if none."""
         if not self.raised:
             return
         where, error = self.raised[0]
         logger.warning(
-            "%s failed %d time(s), first at %s; the attention there stays as it is: %s",
+            "%s failed %d time(s), first at %s; %s: %s",
             what,
             len(self.raised),
             where,
+            then,
             _summary(error),
             exc_info=error,
         )

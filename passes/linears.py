@@ -13,8 +13,10 @@ from torch import fx
 from torch_cascade.compiler.graph import Emitter, tensor
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import LinearsRecord
+from torch_cascade.compiler.report import Declined
 from torch_cascade.kernels.launch_config import DeviceLimits
 from torch_cascade.kernels.linears_config import GENERATION, MOST_WEIGHTS, takes
+from torch_cascade.passes.failures import Failures
 from torch_cascade.passes.linear_site import LinearSite, linear_of
 
 # A product with fewer tiles of 64 columns than the device has multiprocessors is split over its
@@ -52,15 +54,24 @@ class LinearsPass(Pass):
         """Find, group, then join."""
         if not context.record.rewritten or context.options.batch_invariant or _searches_itself():
             return
-        found = [linear_of(node) for node in graph.nodes]
-        sites = [site for site in found if isinstance(site, LinearSite)]
-        taken = [site for site in sites if _is_measured(site)]
-        groups = [group for group in _groups(taken) if _pays(group)]
-        for group in groups:
-            _join(group)
-        if groups:
-            joined = sum(len(group) for group in groups)
-            context.record.linears = LinearsRecord(joined, len(groups), len(sites) - joined)
+        failures = Failures(context.options.strict)
+        planned = failures.guarded(None, _plan, graph)
+        if not isinstance(planned, Declined):
+            sites, groups = planned
+            done = [failures.guarded(group[0].node, _join, group) for group in groups]
+            launches = [each for each in done if isinstance(each, int)]
+            if launches:
+                joined = sum(launches)
+                context.record.linears = LinearsRecord(joined, len(launches), len(sites) - joined)
+        failures.warn(f"pass {self.name}", "the linear layers there are left to Inductor")
+
+
+def _plan(graph: fx.Graph) -> tuple[list[LinearSite], list[list[LinearSite]]]:
+    """All linear layers, and those that are to be joined; edits nothing."""
+    found = [linear_of(node) for node in graph.nodes]
+    sites = [site for site in found if isinstance(site, LinearSite)]
+    taken = [site for site in sites if _is_measured(site)]
+    return sites, [group for group in _groups(taken) if _pays(group)]
 
 
 def _searches_itself() -> bool:
@@ -105,15 +116,16 @@ def _pays(group: Sequence[LinearSite]) -> bool:
     return int(weight.size(0)) < _SPLIT_COLUMNS * _limits(weight.device).processors
 
 
-def _join(group: Sequence[LinearSite]) -> None:
-    """Compute all products where the first one stands."""
+def _join(group: Sequence[LinearSite]) -> int:
+    """Compute all products where the first one stands; how many they are."""
     first = group[0]
     emitter = Emitter(first.node)
     biases = [site.bias for site in group] if first.bias is not None else None
     weights = [site.weight for site in group]
     joined = emitter.call(torch.ops.cascade.linears.default, first.x, weights, biases)
-    for index, site in enumerate(group):
-        result = emitter.call(operator.getitem, joined, index)
+    results = [emitter.call(operator.getitem, joined, index) for index in range(len(group))]
+    for site, result in zip(group, results, strict=True):
         site.node.replace_all_uses_with(result)
     for site in group:
         site.node.graph.erase_node(site.node)
+    return len(group)

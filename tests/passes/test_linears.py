@@ -216,6 +216,23 @@ def test_layers_of_no_columns_or_features_stay():
     assert applied(*found(Empty(), *inputs(), *weights)) == [3]
 
 
+class Reshaped(Step):
+    """Rows of two lengths, cut out of the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = linear(64, INNER), linear(WIDTH, INNER)
+
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        rows = x.sin()
+        return self.attention(x, pk, pv), self.gate(rows.view(-1, 64)), self.up(rows)
+
+
+def test_views_of_other_sizes_are_other_rows():
+    gm, context = found(Reshaped(), *inputs())
+    assert applied(gm, context) == [3, 1, 1]
+
+
 def test_layers_of_one_weight():
     step = Step()
     step.up.weight = step.gate.weight
@@ -243,6 +260,22 @@ def test_what_changes_in_between():
         gm, context = rewritten(Changing(), *inputs())
     gm, context = moved_to_cuda(gm), context
     assert applied(gm, context) == [2, 3, 2]  # q, gate; the five of k, v and `attention`
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("step", ["takes", "_join"])
+def test_a_bug_of_the_pass_costs_its_launches_only(step, strict, caplog):
+    gm, context = found(Step(), *inputs())
+    context = replace(context, options=replace(context.options, strict=strict))
+    before = show(gm.graph)
+    with mock.patch.object(module, step, side_effect=LookupError("a bug")):
+        if strict:
+            with pytest.raises(LookupError):
+                applied(gm, context)
+        else:
+            assert applied(gm, context) == []
+    assert show(gm.graph) == before and context.record.linears is None
+    assert strict or ("linears failed" in caplog.text and "left to Inductor" in caplog.text)
 
 
 def test_a_search_of_inductors_own_is_left_alone():
@@ -292,6 +325,29 @@ class Wide(Step):
 def test_a_layer_alone_is_taken_where_cublas_splits_it(columns, expected):
     """What reads x (q, k, v and gate) are four; the head reads gate's rows alone."""
     assert applied(*found(Wide(columns), *inputs())) == expected
+
+
+class WidePair(Step):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = linear(WIDTH, 64 * 132), linear(WIDTH, 64 * 132)
+
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        rows = x.sin()
+        return self.attention(x, pk, pv), self.first(rows), self.second(rows)
+
+
+def test_two_layers_are_joined_however_wide_they_are():
+    assert applied(*found(WidePair(), *inputs())) == [3, 2]
+
+
+def test_layers_with_a_bias_and_without_are_launches_of_their_own():
+    step = Step(bias=True)
+    step.k.bias = step.gate.bias = None
+    gm, context = found(step, *inputs())
+    assert applied(gm, context) == [2, 1, 1, 1, 1, 1]  # q, v; k; o; gate; up; down
+    given = [launch.args[2] for launch in calls(gm.graph, cascade.linears.default)]
+    assert all(biases is None or None not in biases for biases in given)
 
 
 LOOK_ALIKES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
