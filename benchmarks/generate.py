@@ -148,8 +148,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> dict[str, object]:
     known = ("model", "layers", "prefill", "steps", "burst", "unguarded", "order")
-    known = (*known, "check_rows", "seed", "dtype", "device")
-    return {name: getattr(options, name) for name in known}
+    others = ("check_rows", "seed", "dtype", "device")
+    return {name: getattr(options, name) for name in (*known, *others)}
 
 
 if __name__ == "__main__":
