@@ -148,8 +148,8 @@ def _run(options: argparse.Namespace) -> int:
 
 def _settings(options: argparse.Namespace) -> dict[str, object]:
     known = ("model", "layers", "prefill", "steps", "burst", "unguarded", "order")
-    others = ("check_rows", "seed", "dtype", "device")
-    return {name: getattr(options, name) for name in (*known, *others)}
+    known = (*known, "check_rows", "seed", "dtype", "device")
+    return {name: getattr(options, name) for name in known}
 
 
 if __name__ == "__main__":
