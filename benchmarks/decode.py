@@ -151,18 +151,6 @@ class Running:
         wait(fed[0].device)
         return (time.perf_counter() - begin) / len(fed)
 
-    def unguarded(self, fed: Sequence[Tensor]) -> list[float]:
-        """Seconds of steps that are waited for while Dynamo checks no guard: nothing changed."""
-        found = []
-        with torch.compiler.set_stance(skip_guard_eval_unsafe=True):
-            for tokens in fed:
-                wait(tokens.device)
-                begin = time.perf_counter()
-                self._call(tokens)
-                wait(tokens.device)
-                found.append(time.perf_counter() - begin)
-        return found
-
     def _call(self, fed: Tensor) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()
         inputs = {self.argument: self.cache}

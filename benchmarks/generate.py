@@ -47,9 +47,6 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--prefill", choices=PREFILLS, help="default: random for random weights")
     made.add_argument("--steps", type=int, default=32, help="timed one by one (default: 32)")
     made.add_argument("--burst", type=int, default=16, help="timed together, not waited for")
-    made.add_argument(
-        "--unguarded", type=int, default=8, help="timed one by one, guards skipped (default: 8)"
-    )
     made.add_argument("--order", choices=ORDERS, default="auto", help="auto: by free memory")
     made.add_argument("--check-rows", type=int, default=2, help="0: check nothing (default: 2)")
     made.add_argument("--seconds", type=float, help="set no engine up after so many")
@@ -77,7 +74,7 @@ def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         options.engines = rows.choose(NAMES, options.engines, DEFAULT)
     except argparse.ArgumentTypeError as error:
         made.error(f"argument --engines: {error}")
-    least = {"steps": 1, "burst": 0, "unguarded": 0, "check_rows": 0, "layers": 1}
+    least = {"steps": 1, "burst": 0, "check_rows": 0, "layers": 1}
     for name, smallest in least.items():
         value = getattr(options, name)
         if value is not None and value < smallest:
@@ -147,9 +144,8 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _settings(options: argparse.Namespace) -> dict[str, object]:
-    known = ("model", "layers", "prefill", "steps", "burst", "unguarded", "order")
-    known = (*known, "check_rows", "seed", "dtype", "device")
-    return {name: getattr(options, name) for name in known}
+    known = ("model", "layers", "prefill", "steps", "burst", "order", "check_rows", "seed")
+    return {name: getattr(options, name) for name in (*known, "dtype", "device")}
 
 
 if __name__ == "__main__":

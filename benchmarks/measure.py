@@ -36,7 +36,6 @@ class Scene:
     size: Size
     fed: list[Tensor]
     burst: int
-    unguarded: int
     watched: Tensor
     known: Reference | None = None
     results: dict[str, Result] = field(default_factory=dict)
@@ -45,17 +44,12 @@ class Scene:
     @property
     def alone(self) -> list[Tensor]:
         """Tokens of the steps that are waited for."""
-        return self.fed[: len(self.fed) - self.burst - self.unguarded]
+        return self.fed[: len(self.fed) - self.burst]
 
     @property
     def together(self) -> list[Tensor]:
         """Tokens of the burst."""
-        return self.fed[len(self.alone) :][: self.burst]
-
-    @property
-    def without_guards(self) -> list[Tensor]:
-        """Tokens of the steps for which no guard is checked."""
-        return self.fed[len(self.alone) + self.burst :]
+        return self.fed[len(self.fed) - self.burst :]
 
 
 @dataclass
@@ -65,7 +59,6 @@ class Contestant:
     running: Running
     peak: int | None
     burst: float | None = None
-    unguarded: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +110,7 @@ class Measurement:
 
     def _scene(self, case: Case) -> Scene:
         options, model = self.options, self.loaded.model
-        count = WARM_UP + options.steps + options.burst + options.unguarded
+        count = WARM_UP + options.steps + options.burst
         models.check_length(model, case.length + count)
         if options.prefill == "random":
             prefix = models.random_prefix(model, case.requests, case.length, options.seed)
@@ -126,8 +119,7 @@ class Measurement:
         vocabulary = model.config.get_text_config().vocab_size
         fed = decode.tokens_to_feed(count, case.batch, vocabulary, model.device)
         watched = decode_check.watched_rows(case.batch, options.check_rows, model.device)
-        several = options.burst, options.unguarded
-        return Scene(case, prefix, Size.of(model, prefix), fed, *several, watched)
+        return Scene(case, prefix, Size.of(model, prefix), fed, options.burst, watched)
 
     def _check(self, scene: Scene) -> str | None:
         """Compute the reference; the reason where there is none."""
@@ -215,8 +207,6 @@ class Measurement:
         running = one.running
         if scene.burst:
             one.burst = running.burst(scene.together)
-        if scene.unguarded and running.way.backend is not None:
-            one.unguarded = statistics.median(running.unguarded(scene.without_guards))
         result = summary(scene, one)
         scene.choices[running.way.name] = torch.stack(running.choices).cpu()
         scene.results[running.way.name] = result
@@ -235,7 +225,6 @@ def summary(scene: Scene, one: Contestant) -> Result:
         "compile_s": 1e-3 * max(0.0, warm - WARM_UP * usual),
         "peak_bytes": one.peak,
         "burst_ms": None if one.burst is None else 1e3 * one.burst,
-        "unguarded_ms": None if one.unguarded is None else 1e3 * one.unguarded,
     }
     if scene.known is not None:
         verdict, choices = decode_check.judge(torch.stack(running.logits), scene.known)
