@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ class Way:
         backend: of torch.compile; None for eager.
         mode: of torch.compile.
         ours: it is this package's.
+        more: options of Inductor.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Way:
     backend: str | None = None
     mode: str | None = None
     ours: bool = False
+    more: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def stock(self) -> bool:
@@ -48,7 +50,7 @@ class Way:
         if self.backend != "cascade":
             forward = torch.compile(model, backend=self.backend, mode=self.mode, dynamic=False)
             return forward
-        options: dict[str, Any] = {"strict": True}
+        options: dict[str, Any] = {"strict": True, **self.more}
         if self.mode is not None:
             options["mode"] = self.mode
         forward = torch.compile(model, backend="cascade", options=options, dynamic=False)
@@ -59,6 +61,7 @@ GRAPHS = "reduce-overhead"
 WAYS = (
     Way("cascade", "shared", "cascade", GRAPHS, ours=True),
     Way("cascade-default", "shared", "cascade", ours=True),
+    Way("cascade-pdl", "shared", "cascade", GRAPHS, ours=True, more={"triton.enable_pdl": True}),
     Way("inductor-shared", "shared", "inductor", GRAPHS),
     Way("static-graphs", "static", "inductor", GRAPHS),
     Way("static", "static", "inductor"),
@@ -66,7 +69,7 @@ WAYS = (
     Way("eager-dynamic", "dynamic"),
 )
 NAMES = tuple(way.name for way in WAYS)
-DEFAULT = tuple(name for name in NAMES if name != "cascade-default")
+DEFAULT = tuple(name for name in NAMES if name not in ("cascade-default", "cascade-pdl"))
 
 
 def make_cache(
