@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ class Way:
         backend: of torch.compile; None for eager.
         mode: of torch.compile.
         ours: it is this package's.
-        more: options of Inductor.
     """
 
     name: str
@@ -35,7 +34,6 @@ class Way:
     backend: str | None = None
     mode: str | None = None
     ours: bool = False
-    more: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def stock(self) -> bool:
@@ -50,7 +48,7 @@ class Way:
         if self.backend != "cascade":
             forward = torch.compile(model, backend=self.backend, mode=self.mode, dynamic=False)
             return forward
-        options: dict[str, Any] = {"strict": True, **self.more}
+        options: dict[str, Any] = {"strict": True}
         if self.mode is not None:
             options["mode"] = self.mode
         forward = torch.compile(model, backend="cascade", options=options, dynamic=False)
@@ -61,7 +59,6 @@ GRAPHS = "reduce-overhead"
 WAYS = (
     Way("cascade", "shared", "cascade", GRAPHS, ours=True),
     Way("cascade-default", "shared", "cascade", ours=True),
-    Way("cascade-pdl", "shared", "cascade", GRAPHS, ours=True, more={"triton.enable_pdl": True}),
     Way("inductor-shared", "shared", "inductor", GRAPHS),
     Way("static-graphs", "static", "inductor", GRAPHS),
     Way("static", "static", "inductor"),
@@ -69,7 +66,7 @@ WAYS = (
     Way("eager-dynamic", "dynamic"),
 )
 NAMES = tuple(way.name for way in WAYS)
-DEFAULT = tuple(name for name in NAMES if name not in ("cascade-default", "cascade-pdl"))
+DEFAULT = tuple(name for name in NAMES if name != "cascade-default")
 
 
 def make_cache(
