@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from torch_cascade.kernels.launch_config import padded
 
 # More rows than this are no longer bound by reading the weights.
@@ -26,6 +29,25 @@ class LinearsConfig:
     block_k: int
     stages: int
     warps: int
+
+
+def takes(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None) -> bool:
+    """Whether the kernel computes these products; adds no guard.
+
+    Sizes and strides are numbers, what a program reads of a row lies side by side, and so do the
+    elements of a bias: one that is a column of a table, or one number for all, does not.
+    """
+    operands = [x, *weights, *(biases or ())]
+    numbers = [n for operand in operands for n in (*operand.shape, *operand.stride())]
+    if len(weights) > MOST_WEIGHTS or not all(isinstance(n, int) for n in numbers):
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if any(operand.stride(-1) != 1 or operand.numel() == 0 for operand in operands):
+        return False
+    if x.size(0) > MOST_ROWS or x.size(1) % FEATURES:
+        return False
+    return not any(weight.size(0) % COLUMNS for weight in weights)
 
 
 def linears_config(

@@ -7,9 +7,26 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from torch_cascade.kernels import launchable
-from torch_cascade.kernels.linears_config import MOST_WEIGHTS, LinearsConfig, linears_config
+from torch_cascade.kernels.linears import linears_torch
+from torch_cascade.kernels.linears_config import (
+    MOST_WEIGHTS,
+    LinearsConfig,
+    linears_config,
+    takes,
+)
 from torch_cascade.kernels.triton_launch import device_limits
 from torch_cascade.kernels.triton_linears import linears_tile
+
+
+def linears_gpu(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """`cascade::linears` by the kernel, or by torch's own products what the kernel does not take.
+
+    The pass `linears` writes nothing of that kind; a program that calls the op may.
+    """
+    compute = linears_triton if takes(x, weights, biases) else linears_torch
+    return compute(x, weights, biases)
 
 
 def linears_triton(
@@ -30,7 +47,7 @@ def linears_triton(
     Returns:
         [M, Ni] each, contiguous, of the dtype of x.
 
-    What sizes it takes is `passes.linears`'s to know: `linears_config` says which.
+    What it takes, `linears_config.takes` says.
     """
     rows, features = x.shape
     columns = [weight.shape[0] for weight in weights]

@@ -61,7 +61,8 @@ def attend_quick(
     k += kv_head.to(tl.int64) * k_head
     v += kv_head.to(tl.int64) * v_head
     if LENS:
-        high = tl.minimum(high, tl.load(kv_lens + kv_row)).to(tl.int32)
+        # from 0 on before it is an int32: a length may be any int64
+        high = tl.maximum(tl.minimum(high, tl.load(kv_lens + kv_row)), 0).to(tl.int32)
     factor = scale * LOG2E
     BLOCK_M: tl.constexpr = q_tile.shape[0]
     top, _total, acc = empty_state(BLOCK_M, PAD_V)

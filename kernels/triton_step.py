@@ -260,7 +260,8 @@ def attend_run(
         earlier, earlier_top = acc, top
         acc = tl.zeros_like(acc)
     if LENS and not GROUPED:
-        high = tl.minimum(high, tl.load(seen[10] + kv_row)).to(tl.int32)
+        # from 0 on before it is an int32: a length may be any int64
+        high = tl.maximum(tl.minimum(high, tl.load(seen[10] + kv_row)), 0).to(tl.int32)
     if POSITIONS:
         row_ok, _batch, head, _token = rows
         position, begin, end = bounds_of(rows, seen, kv_len, WINDOW)

@@ -27,6 +27,9 @@ prims = torch.ops.prims
 # What a condition says of a key, alone (a bool) or as a whole mask.
 _VISIBLE: dict[Tree, bool] = {True: True, False: False, Sight.VISIBLE: True, Sight.HIDDEN: False}
 
+# No key stands so far from another, and no sum of two such numbers overflows.
+_FAR = 2**62 - 1
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -223,12 +226,20 @@ def emit_limit(emit: Emitter, limit: KeyLimit) -> fx.Node:
     if tensor(node).dtype not in (torch.int32, torch.int64) or not is_number:
         if tensor(node).dtype != torch.int64:
             node = emit.call(prims.convert_element_type.default, node, torch.int64)
-        if limit.least is not None:
-            node = emit.call(aten.clamp_min.default, node, limit.least)
-        node = emit.call(aten.add.Tensor, node, limit.shift) if limit.shift != 0 else node
+        node = _shifted(emit, node, limit)
     if limit.major == 1 and limit.minor == 1:
         return node
     (numbers,) = shape(node)
     node = emit.call(aten.reshape.default, node, [1, numbers, 1])
     spread = emit.call(aten.expand.default, node, [limit.major, numbers, limit.minor])
     return emit.call(aten.reshape.default, spread, [limit.major * numbers * limit.minor])
+
+
+def _shifted(emit: Emitter, node: fx.Node, limit: KeyLimit) -> fx.Node:
+    """max(number, least) + shift, in int64."""
+    if limit.shift == 0:
+        return node if limit.least is None else emit.call(aten.clamp_min.default, node, limit.least)
+    # The largest int64 may stand for "all": added to, it would become the smallest one.
+    least = -_FAR if limit.least is None else limit.least
+    bounded = emit.call(aten.clamp.default, node, least, _FAR)
+    return emit.call(aten.add.Tensor, bounded, limit.shift)

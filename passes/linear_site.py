@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from torch_cascade.compiler.graph import tensor
+from torch_cascade.compiler.graph import shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
 
 aten = torch.ops.aten
@@ -56,7 +56,7 @@ def linear_of(node: fx.Node) -> LinearSite | Declined:
     weight = _transposed(transposed)
     if weight is None or not _is_input(weight):
         return _declined(node, "the second factor is no transposed input of the graph")
-    if bias is not None and not _is_bias(bias, tensor(weight).size(0)):
+    if bias is not None and not _is_bias(bias, weight):
         return _declined(node, "the addend is no input of the graph with an element a column")
     assert bias is None or isinstance(bias, fx.Node)
     return LinearSite(node, x, weight, bias)
@@ -76,8 +76,9 @@ def _is_input(node: fx.Node) -> bool:
     return node.op in ("placeholder", "get_attr")
 
 
-def _is_bias(node: object, columns: int) -> bool:
-    return isinstance(node, fx.Node) and _is_input(node) and tensor(node).shape == (columns,)
+def _is_bias(node: object, weight: fx.Node) -> bool:
+    # As expressions: to compare sizes that are symbols would add a guard.
+    return isinstance(node, fx.Node) and _is_input(node) and shape(node) == shape(weight)[:1]
 
 
 def _declined(node: fx.Node, detail: str) -> Declined:

@@ -14,13 +14,7 @@ from torch_cascade.compiler.graph import Emitter, tensor
 from torch_cascade.compiler.pass_base import Pass, PassContext
 from torch_cascade.compiler.record import LinearsRecord
 from torch_cascade.kernels.launch_config import DeviceLimits
-from torch_cascade.kernels.linears_config import (
-    COLUMNS,
-    FEATURES,
-    GENERATION,
-    MOST_ROWS,
-    MOST_WEIGHTS,
-)
+from torch_cascade.kernels.linears_config import GENERATION, MOST_WEIGHTS, takes
 from torch_cascade.passes.linear_site import LinearSite, linear_of
 
 # A product with fewer tiles of 64 columns than the device has multiprocessors is split over its
@@ -45,11 +39,11 @@ class LinearsPass(Pass):
 
         q, k, v = cascade.linears(x, [w_q, w_k, w_v])
 
-    Assumes bfloat16 or float16, sizes that are numbers, weights that are inputs of the graph, and
-    a GPU of the generation that the kernel was measured on. A single layer is taken where cuBLAS
-    would compute it in two launches. Runs only where attention was rewritten: all other graphs
-    stay as they are. Sums are in float32, as cuBLAS's; they differ in the order of the terms,
-    which depends on the number of rows, so with `batch_invariant` nothing is joined.
+    Assumes bfloat16 or float16, sizes and strides that are numbers, weights that are inputs of the
+    graph, and a GPU of the generation that the kernel was measured on. A single layer is taken
+    where cuBLAS would compute it in two launches. Runs only where attention was rewritten: all
+    other graphs stay as they are. Sums are in float32, as cuBLAS's; they differ in the order of the
+    terms, which depends on the number of rows, so with `batch_invariant` nothing is joined.
     """
 
     name: ClassVar[str] = "linears"
@@ -78,13 +72,8 @@ def _searches_itself() -> bool:
 
 def _is_measured(site: LinearSite) -> bool:
     """Whether the kernel takes a product of these sizes, on this device."""
-    x, w = tensor(site.x), tensor(site.weight)
-    rows, (columns, features) = x.size(0), w.shape
-    if x.device.type != "cuda" or not all(isinstance(n, int) for n in (rows, columns, features)):
-        return False
-    if x.dtype not in (torch.bfloat16, torch.float16) or x.stride(1) != 1 or w.stride(1) != 1:
-        return False
-    if not 1 <= rows <= MOST_ROWS or columns % COLUMNS or features % FEATURES:
+    x, biases = tensor(site.x), None if site.bias is None else [tensor(site.bias)]
+    if x.device.type != "cuda" or not takes(x, [tensor(site.weight)], biases):
         return False
     return _limits(x.device).generation == GENERATION
 

@@ -72,11 +72,11 @@ def target_of(device_type: str, *, batch_invariant: bool = False) -> Target:
     if device_type != "cuda":
         return Target(functions)
     # Imported here: CPUs need no Triton.
-    from torch_cascade.kernels.linears_launch import linears_triton
+    from torch_cascade.kernels.linears_launch import linears_gpu
     from torch_cascade.kernels.triton_call import KeyPart
     from torch_cascade.kernels.triton_launch import attend_merge
 
-    functions[ops.linears.default] = linears_triton
+    functions[ops.linears.default] = linears_gpu
     fused = functools.partial(attend_merge, batch_invariant=batch_invariant)
     return Target(functions, fused, KeyPart)
 

@@ -302,3 +302,12 @@ def test_the_rest_of_scattered_rows_is_seen_where_the_quick_loop_gives_up(device
     plain = call(device, configs=[replace(QUICK, quick=False)])
     for got, wanted in zip(quick, plain, strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("length", [-(2**31) - 5, -(2**32) + 7, -(2**63), 2**32 + 7, 2**63 - 1])
+def test_lengths_of_any_int64(length, quick, device):
+    """None of them is cut to its last 32 bits."""
+    call = ONE.but(prefix={"lens": (0.2, 0.9), "branches": 2}).call()
+    call.parts[0].kv_lens[:] = torch.tensor([length, 9])
+    assert_right(call(device, configs=[replace(QUICK, quick=quick)]), call)

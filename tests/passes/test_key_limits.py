@@ -168,6 +168,25 @@ def test_limits(name: str) -> None:
     check(fn, values)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("least", [None, 3])
+def test_the_largest_number_stands_for_all(least: int | None, dtype: torch.dtype) -> None:
+    """And the smallest one for none: a shift, by 1 or by where a segment begins, does not wrap."""
+    most = torch.iinfo(dtype)
+
+    def mask(t: Tensors) -> Tensor:
+        last = t["lens"] if least is None else t["lens"].clamp_min(least)
+        prefix = (torch.arange(PREFIX) <= last[:, None]).repeat_interleave(T, 0)
+        suffix = torch.arange(PREFIX, PREFIX + SUFFIX) < t["suffix_lens"][:, None]
+        return joined(prefix, suffix)[:, None, None]
+
+    ends = torch.tensor([most.max, most.min, PREFIX + 3] * 2, dtype=dtype)
+    given = tensors() | {"lens": torch.tensor([most.max, 20], dtype=dtype), "suffix_lens": ends}
+    fn = attention(paged, mask=mask)
+    assert all("kv_lens" in part.kwargs for part in attends(fn, values_of(given)))
+    check(fn, values_of(given))
+
+
 def test_dense_keys_have_limits_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, whose kernels stop at the last key."""
     limits = lambda site, segment: Rows(segment.kept, batch_size(site))  # noqa: E731
@@ -243,6 +262,18 @@ def smaller_of_two(t: Tensors) -> Tensor:
     return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
 
 
+def larger_by_query(t: Tensors) -> Tensor:
+    """What the number is clamped by is another one for each query."""
+    last = torch.maximum(t["lens"][:, None], torch.arange(M) + 30)
+    prefix = (torch.arange(PREFIX) < last[..., None]).repeat_interleave(T, 0)
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
+def larger_by_request(t: Tensors) -> Tensor:
+    prefix = torch.arange(PREFIX) < torch.maximum(t["lens"], torch.arange(B) * 40)[:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
 NO_LIMIT: dict[str, Mask] = {
     "lengths of branches": by_branch,
     "keys from a number on": at_least,
@@ -253,6 +284,8 @@ NO_LIMIT: dict[str, Mask] = {
     "a small finite value": finite,
     "one of two": another_of_two,
     "the smaller of two": smaller_of_two,
+    "the larger of two for a query": larger_by_query,
+    "the larger of two for a request": larger_by_request,
 }
 
 

@@ -17,11 +17,13 @@ from support.lowering import lowered_for_cuda, rewritten
 from torch import Tensor, fx, nn
 
 from torch_cascade import last_report
-from torch_cascade.compiler.graph import show
+from torch_cascade.compiler.graph import Sizes, show
+from torch_cascade.compiler.options import Options
 from torch_cascade.compiler.pass_base import PassContext
-from torch_cascade.compiler.record import LinearsRecord
+from torch_cascade.compiler.record import Compilation, LinearsRecord
 from torch_cascade.compiler.report import Reason
 from torch_cascade.kernels.launch_config import DeviceLimits
+from torch_cascade.kernels.ops import linears
 from torch_cascade.passes import linears as module
 from torch_cascade.passes.linear_site import LinearSite, linear_of
 from torch_cascade.passes.linears import LinearsPass
@@ -152,6 +154,97 @@ def test_many_rows_stay():
     assert applied(*found(Step(), *inputs(tokens=13))) == []  # 65
 
 
+class Flat(Step):
+    """The rows have two dims: then torch hands every bias to the product, however it lies."""
+
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        rows = x[:, 0]
+        return self.attention(x, pk, pv), self.gate(rows), self.up(rows)
+
+
+def numbers(count: int) -> Tensor:
+    return torch.randn(count).bfloat16()
+
+
+BIASES: dict[str, tuple[Callable[[], Tensor], list[int]]] = {
+    # in which launches gate, up, and q, k and v are
+    "dense": (lambda: numbers(INNER), [3, 2]),
+    "every other number": (lambda: numbers(2 * INNER)[::2], [3, 1]),
+    "one number for all": (lambda: numbers(1).expand(INNER), [3, 1]),
+    "one number": (lambda: numbers(1), [3, 1]),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_do_not_lie_side_by_side_stay(name):
+    """The kernel reads them as if they did."""
+    make, expected = BIASES[name]
+    step = Flat(bias=True)
+    step.gate.bias = nn.Parameter(make())
+    assert applied(*found(step, *inputs())) == expected
+
+
+class Cut(Step):
+    """Rows cut out of a wider tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = linear(64, INNER), linear(64, INNER)
+
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor, wide: Tensor) -> Any:
+        rows = wide[:, :64]
+        return self.attention(x, pk, pv), self.gate(rows), self.up(rows)
+
+
+@pytest.mark.parametrize("symbolic", [False, True])
+def test_rows_whose_stride_is_a_symbol_stay(symbolic):
+    wide = torch.randn(7, 100).bfloat16()
+    if symbolic:
+        torch._dynamo.mark_dynamic(wide, 1)
+    with torch.no_grad():
+        gm, context = rewritten(Cut(), *inputs(), wide, dynamic=None)
+    assert applied(moved_to_cuda(gm), context) == ([3] if symbolic else [3, 2])
+
+
+def test_layers_of_no_columns_or_features_stay():
+    class Empty(Step):
+        def forward(self, x: Tensor, pk: Tensor, pv: Tensor, *w: Tensor) -> Any:
+            x, o = x[:, 0], self.attention(x, pk, pv)
+            return o, F.linear(x, w[0]), F.linear(x[:, :0], w[1]), F.linear(x[:0], w[2])
+
+    weights = [torch.randn(n, k).bfloat16() for n, k in ((0, WIDTH), (64, 0), (64, WIDTH))]
+    assert applied(*found(Empty(), *inputs(), *weights)) == [3]
+
+
+def test_layers_of_one_weight():
+    step = Step()
+    step.up.weight = step.gate.weight
+    gm, context = found(step, *inputs())
+    assert applied(gm, context) == [3, 1, 2, 1]
+    (pair,) = (n for n in calls(gm.graph, cascade.linears.default) if len(n.args[1]) == 2)
+    assert len(set(pair.args[1])) == 1
+
+
+class Changing(Step):
+    """Rows and a weight change between the products that read them."""
+
+    def forward(self, x: Tensor, pk: Tensor, pv: Tensor) -> Any:
+        x = x.clone()
+        q, first = self.q(x), self.gate(x)
+        x.add_(1)
+        self.up.weight.mul_(2)
+        k, v = self.k(x), self.v(x)
+        return joined(pk, pv).sum() + self.attention(x, pk, pv), q, first, k, v, self.up(x)
+
+
+def test_what_changes_in_between():
+    """Each product reads what was there when it stood there."""
+    with torch.no_grad():
+        gm, context = rewritten(Changing(), *inputs())
+    gm, context = moved_to_cuda(gm), context
+    assert applied(gm, context) == [2, 3, 2]  # q, gate; the five of k, v and `attention`
+
+
 def test_a_search_of_inductors_own_is_left_alone():
     for name in ("max_autotune", "max_autotune_gemm"):
         with torch._inductor.config.patch({name: True}):
@@ -219,6 +312,19 @@ def test_look_alikes(name):
     assert {v.reason for v in verdicts} == {Reason.NO_LINEAR}
 
 
+@pytest.mark.parametrize("name", ["an addend of two dims", "an addend of all elements"])
+def test_sizes_that_are_symbols_are_not_compared(name):
+    """A guard would compile a program anew that had nothing to do with the pass."""
+    addends = {"an addend of two dims": (1, 48), "an addend of all elements": (7, 48)}
+    given = torch.randn(7, 64), torch.randn(48, 64), torch.randn(addends[name])
+    graph = joint_graph(lambda x, w, b: torch.addmm(b, x, w.t()), *given, dynamic=True).graph
+    shape_env = Sizes.of(graph).shape_env
+    assert shape_env is not None
+    before = len(shape_env.guards)
+    assert not any(linear_of(node) for node in graph.nodes)
+    assert len(shape_env.guards) == before
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("spell", [lambda w: w.t(), lambda w: w.transpose(0, 1), lambda w: w.mT])
 def test_spellings_of_a_linear_layer(spell, bias):
@@ -240,3 +346,25 @@ def test_in_the_generated_code_it_is_our_kernel():
     assert [sum(f"w_{i}" in given for i in range(3)) for given in ours] == [3, 1, 2, 1]
     assert all((given["rows"], given["BLOCK_M"]) == (T, 16) for given in ours)
     assert not calls(graph, aten.mm.default) and not calls(graph, aten.addmm.default)
+
+
+CALLS: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]] = {
+    # rows and features, columns of each weight, dtype
+    "four weights": ((5, 64), (32, 16, 48, 64), torch.bfloat16),
+    "float32": ((5, 64), (32,), torch.float32),
+    "many rows": ((65, 64), (32,), torch.bfloat16),
+    "features that no tile divides": ((5, 33), (32,), torch.bfloat16),
+    "columns that no tile divides": ((5, 64), (7,), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_the_op_takes_what_the_kernel_does_not(name, dynamic):
+    """A program may call it, with whatever its contract allows."""
+    (rows, features), columns, dtype = CALLS[name]
+    given = [torch.randn(n, features).to(dtype) for n in (rows, *columns)]
+    gm = moved_to_cuda(joint_graph(lambda x, *w: linears(x, w), *given, dynamic=dynamic))
+    context = PassContext(Sizes.of(gm.graph), Options(strict=True), Compilation())
+    graph = lowered_for_cuda(gm, context)
+    assert not calls(graph, WRAPPER) and len(calls(graph, aten.mm.default)) == len(columns)
