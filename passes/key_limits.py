@@ -66,15 +66,24 @@ class KeyLimit:
 def limits(
     read: Elements, scores: Scores, tree: Tree, start: Size, rows: Rows
 ) -> Iterator[tuple[KeyLimit, Tree]]:
-    """Every limit that a mask implies on the keys from `start` on, and what else it says."""
+    """Every limit that a mask implies on the keys from `start` on, and what else it says.
+
+    Those that say it all come first. The others are of the last query, which sees most keys: the
+    mask is still to be read then.
+    """
     conditions, rest = conjunction(tree)
     for condition in conditions:
-        limit = limit_of(read, scores, condition, start, rows)
+        limit = _limit_of(read, scores, condition, start, rows)
         if limit is not None:
             yield limit, given(tree, condition.atom, condition.then is True)
-    larger = limit_of_larger(read, scores, rest, start, rows)
+    larger = _limit_of_larger(read, scores, rest, start, rows)
     if larger is not None:
         yield larger, _where_all(conditions)
+    for part in (*conditions, rest):
+        for find in (_limit_of, _limit_of_larger):
+            limit = find(read, scores, part, start, rows, of_last_query=True)
+            if limit is not None:
+                yield limit, tree
 
 
 def _where_all(conditions: Sequence[Branch]) -> Tree:
@@ -85,16 +94,26 @@ def _where_all(conditions: Sequence[Branch]) -> Tree:
     return apply(lambda seen: Sight.VISIBLE if seen else Sight.HIDDEN, shown)
 
 
-def limit_of(
-    read: Elements, scores: Scores, condition: Branch, start: Size, rows: Rows
+def _limit_of(
+    read: Elements,
+    scores: Scores,
+    tree: Tree,
+    start: Size,
+    rows: Rows,
+    of_last_query: bool = False,
 ) -> KeyLimit | None:
     """A condition on keys from `start` on as a limit for each KV row, None if it is none."""
-    last = _last(scores, condition)
+    last = _last(read, scores, tree, of_last_query)
     return None if last is None else _limit(read, scores, last, start, rows)
 
 
-def limit_of_larger(
-    read: Elements, scores: Scores, tree: Tree, start: Size, rows: Rows
+def _limit_of_larger(
+    read: Elements,
+    scores: Scores,
+    tree: Tree,
+    start: Size,
+    rows: Rows,
+    of_last_query: bool = False,
 ) -> KeyLimit | None:
     """A tree "key <= a if a >= b, else key <= b" as a limit, where b is a size; else None.
 
@@ -102,8 +121,10 @@ def limit_of_larger(
     """
     if not isinstance(tree, Branch) or isinstance(tree.atom, Datum):
         return None
-    sides = (tree.then, tree.other)
-    then, other = (start - 1 if s is Sight.HIDDEN else _last(scores, s) for s in sides)
+    then, other = (
+        start - 1 if side is Sight.HIDDEN else _last(read, scores, side, of_last_query)
+        for side in (tree.then, tree.other)
+    )
     if then is None or other is None:
         return None
     for larger, smaller, holds in (
@@ -118,9 +139,12 @@ def limit_of_larger(
     return None
 
 
-def _last(scores: Scores, tree: Tree) -> Size | None:
-    """The expression that a visible key does not exceed, where nothing else decides; else None."""
-    key = scores.key
+def _last(read: Elements, scores: Scores, tree: Tree, of_last_query: bool) -> Size | None:
+    """The expression that a visible key does not exceed, where nothing else decides; else None.
+
+    Of the last query, where later queries see no fewer keys.
+    """
+    key, query = scores.key, scores.query
     if not isinstance(tree, Branch) or isinstance(tree.atom, Datum):
         return None
     if not isinstance(key, sympy.Symbol):
@@ -130,6 +154,8 @@ def _last(scores: Scores, tree: Tree) -> Size | None:
         return None
     expr = tree.atom.expr if sides[0] else -tree.atom.expr - 1
     last = sympy.expand(expr + key)
+    if of_last_query and last.coeff(query).is_positive:
+        last = sympy.expand(last.subs(query, read.box[query].high))
     return None if key in last.free_symbols else last
 
 

@@ -25,10 +25,17 @@ prims = torch.ops.prims
 REALIZE = "inductor_realize_to_strides"
 """In a node's `meta`: Inductor writes it to memory, in the strides of its value."""
 
-# Beside element-wise ops, what Inductor computes where it is read. A matrix product or a sort is
-# not among them: its result is in memory.
+# Beside element-wise ops, what Inductor computes where it is read (joined parts not always). A
+# matrix product or a sort is not among them: its result is in memory.
 _COMPUTED = frozenset(
-    {aten.constant_pad_nd.default, aten.full.default, aten.index.Tensor, prims.iota.default}
+    {
+        aten.cat.default,
+        aten.constant_pad_nd.default,
+        aten.full.default,
+        aten.gather.default,
+        aten.index.Tensor,
+        prims.iota.default,
+    }
 )
 _CUTS = frozenset({aten.slice.Tensor, aten.select.int, aten.diagonal.default})
 

@@ -167,3 +167,22 @@ def test_generate_chooses_the_same_tokens():
     cache = SharedPrefixCache.prefill(model, ids, T)
     model.forward = torch.compile(model.forward, backend="cascade", options=ALWAYS)
     assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_linear_layers_are_joined(family, dtype):
+    """q, k and v (with biases in Qwen2); gate and up; the others alone; all in one CUDA graph."""
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4}
+    model, ids = model_of(dtype, family, num_key_value_heads=2, head_dim=32, **sizes), prompt()
+    steps = [torch.randint(3, VOCABULARY, (T, 1), device="cuda") for _ in range(STEPS)]
+    options = ALWAYS | {"mode": "reduce-overhead"}
+    run = torch.compile(model, backend="cascade", dynamic=False, options=options)
+    with torch.no_grad():
+        cache = SharedPrefixCache.prefill(model, ids, T, max_suffix=11)
+        actual = decode(run, model, cache, steps)
+        if torch.cuda.get_device_capability()[0] == 9:
+            joined = recent()[-1].linears
+            assert joined is not None and joined.launches >= 2 * LAYERS
+            assert joined.joined >= 5 * LAYERS
+        check(actual, model, ids, steps)

@@ -32,6 +32,7 @@ def test_inductor_compiles_the_kernels():
         f"symbolic: {both}",
         "symbolic: ",
         f"layers: {both}",
+        f"linears: {both}, linears_tile",
         # One of the prefix's keys and one of the suffix's, not one a layer.
         "masks of three layers: 4, 67; 4, 71",
     ]

@@ -122,6 +122,20 @@ def clamped_and_another(t: Tensors) -> Tensor:
     return clamped(t) & (torch.arange(PREFIX + SUFFIX) >= 2)
 
 
+def by_query(t: Tensors) -> Tensor:
+    """A limit of the last query: what it does not see nobody does."""
+    last = t["lens"].repeat_interleave(T)[:, None] - 3 + torch.arange(M)
+    prefix = torch.arange(PREFIX) < last[..., None]
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
+def clamped_by_query(t: Tensors) -> Tensor:
+    """Several new tokens of a static cache, whose counter is clamped."""
+    last = (t["lens"] - 4).clamp_min(20).repeat_interleave(T)[:, None] - 3 + torch.arange(M)
+    prefix = torch.arange(PREFIX) <= last[..., None]
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
 LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
     # name: mask, (prefix, suffix) have kv_lens, (prefix, suffix) read a mask
     "a length a request": (by_request, (True, True), (False, False)),
@@ -132,6 +146,8 @@ LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
     "total length": (over_the_whole_axis, (False, True), (True, False)),
     "suffixes by request": (requests_limit_both, (True, True), (False, False)),
     "and causal": (also_causal, (True, True), (False, True)),
+    "of the last query": (by_query, (True, False), (True, False)),
+    "of the last query, clamped": (clamped_by_query, (True, False), (True, False)),
     "never below a number": (clamped, (True, True), (False, False)),
     "the larger of two": (larger_of_two, (True, True), (False, False)),
     "and from a number on": (clamped_and_another, (True, True), (True, False)),
@@ -207,9 +223,17 @@ def other_branch(t: Tensors) -> Tensor:
     return joined(prefix, torch.ones(N, SUFFIX, dtype=torch.bool))[:, None, None]
 
 
-def by_query(t: Tensors) -> Tensor:
-    last = t["lens"].repeat_interleave(T)[:, None] + torch.arange(M)
+def backwards_by_query(t: Tensors) -> Tensor:
+    """The first query sees most keys, not the last one."""
+    last = t["lens"].repeat_interleave(T)[:, None] - torch.arange(M)
     prefix = torch.arange(PREFIX) < last[..., None]
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
+def larger_of_query(t: Tensors) -> Tensor:
+    """A maximum of two, none of which is a size."""
+    at, query = t["lens"].repeat_interleave(T)[:, None], torch.arange(M) * 5
+    prefix = torch.arange(PREFIX) < torch.where(at >= query, at, query)[..., None]
     return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
 
 
@@ -254,7 +278,8 @@ NO_LIMIT: dict[str, Mask] = {
     "lengths of branches": by_branch,
     "keys from a number on": at_least,
     "another order of rows": other_branch,
-    "depends on the query": by_query,
+    "the first query sees most": backwards_by_query,
+    "the larger depends on the query": larger_of_query,
     "or another condition": either,
     "a small finite value": finite,
     "one of two": another_of_two,

@@ -91,6 +91,20 @@ def test_a_mask_that_is_expanded_is_copied_before():
     assert tensor(mask).shape == (N, H, M, P) and tensor(mask).stride()[:2] == (0, 0)
 
 
+def test_a_mask_that_is_joined():
+    """What Inductor joins element by element is in memory no more than a comparison is."""
+
+    def fn(q, prefix, suffix, written):
+        seen = torch.arange(S, device=q.device) <= written[:, None]
+        mask = torch.cat([torch.ones(N, P, dtype=torch.bool, device=q.device), seen], 1)
+        return layers(q, prefix, suffix, mask[:, None, None])
+
+    graph = for_cuda(fn, *inputs(), torch.arange(N))
+    # The numbers of seen keys, where they are proved to be that, are read as one tensor, too.
+    (shared,) = [*read(graph, "mask_b"), *read(graph, "kv_lens_b")]
+    assert marked(graph) == [shared] and tensor(shared).numel() <= N * S
+
+
 def test_queries_that_two_launches_read():
     """Three levels are two launches, and both read the rotated queries."""
     fn = lambda q, *kv: three_levels.attention(q.sin() + 1, *kv)  # noqa: E731
@@ -106,9 +120,9 @@ def test_a_model_with_a_shared_cache():
     cache = SharedPrefixCache.prefill(model, ids, branches=T, max_suffix=9)
     step = torch.randint(3, VOCABULARY, (T, 1))
     graph = for_cuda(model, step, past_key_values=cache)
-    (mask,) = read(graph, "mask_b")
-    assert marked(graph) == copies(graph) == [mask]
-    assert tensor(mask).shape == (1, 1, 1, 9)
+    # How far the suffix is written: a mask of its slots, or where that is proved a number of keys.
+    (shared,) = [*read(graph, "mask_b"), *read(graph, "kv_lens_b")]
+    assert marked(graph) == [shared] and tensor(shared).numel() <= 9
 
 
 # --- what is not ----------------------------------------------------------------------------------

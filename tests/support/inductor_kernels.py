@@ -25,7 +25,8 @@ from torch._inductor.graph import GraphLowering
 from triton.backends.compiler import GPUTarget
 
 import torch_cascade.kernels.ops  # noqa: F401  (defines the ops that lower names)
-from torch_cascade.passes import lower
+from torch_cascade.kernels.launch_config import DeviceLimits
+from torch_cascade.passes import linears, lower
 
 TARGET = GPUTarget("cuda", 90, 32)
 OPTIONS = {"strict": True, "decide": "always"}
@@ -76,6 +77,8 @@ def as_on_a_gpu(compiled: list[str]) -> Iterator[None]:
         for owner, name, value in (
             (lower, "target_of", lambda _kind, **options: target_of("cuda", **options)),
             (lower, "fusions", lambda graph, _kind: fusions(graph, "cpu")),
+            (linears, "_is_measured", lambda _site: True),
+            (linears, "_limits", lambda _device: DeviceLimits(132, 232448)),
             (AsyncCompile, "triton", define),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
@@ -107,6 +110,15 @@ def attention(
 
 def two_layers(q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
     return attention(attention(q.sin(), *kv), *kv)
+
+
+WEIGHTS = [torch.randn(n, HEADS * GROUP * WIDTH).bfloat16() for n in (96, 32)]
+
+
+def linear_layers(q: torch.Tensor, *kv: torch.Tensor) -> list[torch.Tensor]:
+    """Two linear layers that read what attention gives."""
+    x = attention(q, *kv).transpose(1, 2).flatten(2)
+    return [F.linear(x, weight) for weight in WEIGHTS]
 
 
 def masked_layers(q: torch.Tensor, *kv: torch.Tensor) -> torch.Tensor:
@@ -151,6 +163,7 @@ def main() -> None:
     # The second call finds symbols tied by guards of the first; the third needs nothing new.
     scene("symbolic", attention, True, (3, 3), (5, 1), (2, 130))
     scene("layers", two_layers, True, (3, 3))
+    scene("linears", linear_layers, False, (3, 3))
     print(f"masks of three layers: {'; '.join(sorted(masks_written(3, 4)))}")
 
 
