@@ -154,9 +154,17 @@ def _last(read: Elements, scores: Scores, tree: Tree, of_last_query: bool) -> Si
         return None
     expr = tree.atom.expr if sides[0] else -tree.atom.expr - 1
     last = sympy.expand(expr + key)
-    if of_last_query and last.coeff(query).is_positive:
+    if of_last_query and _grows(last, query):
         last = sympy.expand(last.subs(query, read.box[query].high))
     return None if key in last.free_symbols else last
+
+
+def _grows(last: Size, query: Size) -> bool:
+    """True if an expression is a multiple of the query, and what does not depend on it."""
+    times = last.coeff(query)
+    # Not so: i - 3 * (i // 3), which is largest in the middle.
+    linear = not query.free_symbols & sympy.expand(last - times * query).free_symbols
+    return linear and bool(times.is_positive)
 
 
 def _limit(read: Elements, scores: Scores, last: Size, start: Size, rows: Rows) -> KeyLimit | None:

@@ -274,6 +274,29 @@ def larger_by_request(t: Tensors) -> Tensor:
     return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
 
 
+def almost_the_larger(t: Tensors) -> Tensor:
+    """A length of 9 stays, where the larger one were 10."""
+    lens = torch.where(t["lens"] >= 9, t["lens"], 10)
+    prefix = torch.arange(PREFIX) < lens[:, None]
+    return joined(prefix.repeat_interleave(T, 0), own(t) | True)[:, None, None]
+
+
+def in_steps(t: Tensors) -> Tensor:
+    """The query less twice its half, by a view: 0, 1, 0, 1, ... is not largest at the last one."""
+    halves = torch.arange(M // 2 + 1).repeat_interleave(2)[:M]
+    last = t["lens"].repeat_interleave(T)[:, None] - 8 + torch.arange(M) - 2 * halves
+    prefix = torch.arange(PREFIX) < last[..., None]
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
+def in_rounds(t: Tensors) -> Tensor:
+    """Likewise of a remainder."""
+    remainders = torch.arange(4).expand(2, 4).reshape(8)[:M]
+    last = t["lens"].repeat_interleave(T)[:, None] - 8 + torch.arange(M) - 2 * remainders
+    prefix = torch.arange(PREFIX) < last[..., None]
+    return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
+
+
 NO_LIMIT: dict[str, Mask] = {
     "lengths of branches": by_branch,
     "keys from a number on": at_least,
@@ -284,7 +307,10 @@ NO_LIMIT: dict[str, Mask] = {
     "a small finite value": finite,
     "one of two": another_of_two,
     "the smaller of two": smaller_of_two,
+    "almost the larger": almost_the_larger,
     "the larger of two for a query": larger_by_query,
+    "up and down by halves": in_steps,
+    "up and down by remainders": in_rounds,
     "the larger of two for a request": larger_by_request,
 }
 
