@@ -8,7 +8,7 @@ from support.cross_compile import H200, compiled, launches
 from torch import Tensor
 
 from torch_cascade.kernels.linears import linears_torch
-from torch_cascade.kernels.linears_config import MOST_ROWS, LinearsConfig, linears_config
+from torch_cascade.kernels.linears_config import MOST_ROWS, LinearsConfig, linears_config, takes
 from torch_cascade.kernels.linears_launch import linears_triton
 
 F = 192
@@ -86,6 +86,25 @@ def test_rows_that_are_infinite_or_nan_stay_alone(device):
     kept = [0, 2, 4]
     assert out[1].isnan().all() and not out[3].isfinite().any()
     assert_right([out[kept]], x[kept], weights)
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "columns", "taken"),
+    [
+        (1, 64, (16,), True),
+        (MOST_ROWS, 64, (16, 32, 48), True),
+        (MOST_ROWS + 1, 64, (16,), False),
+        (0, 64, (16,), False),
+        (5, 0, (16,), False),
+        (5, 96, (16,), False),
+        (5, 64, (16, 0), False),
+        (5, 64, (16, 40), False),
+        (5, 64, (16, 16, 16, 16), False),
+    ],
+)
+def test_what_it_takes(rows, features, columns, taken):
+    x = torch.zeros(rows, features, dtype=torch.float16)
+    assert takes(x, [x.new_zeros(n, features) for n in columns]) == taken
 
 
 # --- launch configurations ------------------------------------------------------------------------

@@ -136,6 +136,12 @@ def clamped_by_query(t: Tensors) -> Tensor:
     return joined(prefix, torch.ones(N, M, SUFFIX, dtype=torch.bool))[:, None]
 
 
+def clamped_before_the_suffix(t: Tensors) -> Tensor:
+    """Where the number is clamped, no key of the suffix is seen; nor is it where it ends before."""
+    total = (t["suffix_lens"] - 2 + PREFIX).clamp_min(20)
+    return (torch.arange(PREFIX + SUFFIX) < total[:, None])[:, None, None]
+
+
 LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
     # name: mask, (prefix, suffix) have kv_lens, (prefix, suffix) read a mask
     "a length a request": (by_request, (True, True), (False, False)),
@@ -150,6 +156,7 @@ LIMITS: dict[str, tuple[Mask, tuple[bool, bool], tuple[bool, bool]]] = {
     "of the last query, clamped": (clamped_by_query, (True, False), (True, False)),
     "never below a number": (clamped, (True, True), (False, False)),
     "the larger of two": (larger_of_two, (True, True), (False, False)),
+    "never below a number before it": (clamped_before_the_suffix, (False, True), (True, False)),
     "and from a number on": (clamped_and_another, (True, True), (True, False)),
 }
 
@@ -350,3 +357,17 @@ def test_symbolic_sizes() -> None:
     values = values_of(tensors())
     for part in attends(attention(paged, mask=by_request), values, dynamic=True):
         assert "kv_lens" in part.kwargs and part.args[3] is None
+
+
+def test_never_below_a_size() -> None:
+    """The size is a symbol: which side of the condition is the larger depends on names."""
+
+    def by_size(t: Tensors) -> Tensor:
+        prefix = torch.arange(PREFIX) < (t["lens"] - 4).clamp_min(3 * t["q"].shape[2])[:, None]
+        return joined(prefix.repeat_interleave(T, 0), own(t))[:, None, None]
+
+    values = values_of(tensors())
+    fn = attention(paged, mask=by_size)
+    for part in attends(fn, values, dynamic=True):
+        assert "kv_lens" in part.kwargs and part.args[3] is None
+    check(fn, values)

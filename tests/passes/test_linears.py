@@ -352,6 +352,8 @@ def test_layers_with_a_bias_and_without_are_launches_of_their_own():
 
 LOOK_ALIKES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "a product with a weight as it is": lambda x, w, b: x @ w,
+    "axes in their own order": lambda x, w, b: x @ w.permute(0, 1),
+    "an axis swapped with itself": lambda x, w, b: x @ w.transpose(1, 1),
     "a computed weight": lambda x, w, b: F.linear(x, w.sin()),
     "a scaled addend": lambda x, w, b: torch.addmm(b, x, w.t(), beta=0.5),
     "an addend of two dims": lambda x, w, b: torch.addmm(b.expand(7, 64), x, w.t()),
