@@ -121,10 +121,8 @@ def _limit_of_larger(
     """
     if not isinstance(tree, Branch) or isinstance(tree.atom, Datum):
         return None
-    then, other = (
-        start - 1 if side is Sight.HIDDEN else _last(read, scores, side, of_last_query)
-        for side in (tree.then, tree.other)
-    )
+    # A side that hides all keys would have made the atom a condition, and `conjunction` took it.
+    then, other = (_last(read, scores, side, of_last_query) for side in (tree.then, tree.other))
     if then is None or other is None:
         return None
     for larger, smaller, holds in (

@@ -74,6 +74,7 @@ KERNELS = {
     },
     "kernels.linears_config": {"kernels.launch_config"},
     "kernels.linears_launch": {
+        "kernels.linears",
         "kernels.launchable",
         "kernels.linears_config",
         "kernels.triton_launch",

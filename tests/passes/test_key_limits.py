@@ -359,11 +359,13 @@ def test_symbolic_sizes() -> None:
         assert "kv_lens" in part.kwargs and part.args[3] is None
 
 
-def test_never_below_a_size() -> None:
+@pytest.mark.parametrize("computed", [False, True])
+def test_never_below_a_size(computed: bool) -> None:
     """The size is a symbol: which side of the condition is the larger depends on names."""
 
     def by_size(t: Tensors) -> Tensor:
-        prefix = torch.arange(PREFIX) < (t["lens"] - 4).clamp_min(3 * t["q"].shape[2])[:, None]
+        lens = t["lens"].view(-1, 1).sum(1) if computed else t["lens"]  # "sum" is behind "s0"
+        prefix = torch.arange(PREFIX) < (lens - 4).clamp_min(3 * t["q"].shape[2])[:, None]
         return joined(prefix.repeat_interleave(T, 0), own(t))[:, None, None]
 
     values = values_of(tensors())
