@@ -74,8 +74,8 @@ KERNELS = {
     },
     "kernels.linears_config": {"kernels.launch_config"},
     "kernels.linears_launch": {
-        "kernels.linears",
         "kernels.launchable",
+        "kernels.linears",
         "kernels.linears_config",
         "kernels.triton_launch",
         "kernels.triton_linears",
