@@ -75,6 +75,7 @@ KERNELS = {
     "kernels.linears_config": {"kernels.launch_config"},
     "kernels.linears_launch": {
         "kernels.launchable",
+        "kernels.linears",
         "kernels.linears_config",
         "kernels.triton_launch",
         "kernels.triton_linears",
