@@ -73,7 +73,8 @@ def _transposed(node: fx.Node) -> fx.Node | None:
 
 
 def _is_input(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "get_attr")
+    # A constant of the graph may stand anywhere, an input stands before every product.
+    return node.op == "placeholder"
 
 
 def _is_bias(node: object, weight: fx.Node) -> bool:

@@ -426,3 +426,16 @@ def test_the_op_takes_what_the_kernel_does_not(name, dynamic):
     context = PassContext(Sizes.of(gm.graph), Options(strict=True), Compilation())
     graph = lowered_for_cuda(gm, context)
     assert not calls(graph, WRAPPER) and len(calls(graph, aten.mm.default)) == len(columns)
+
+
+def test_a_constant_of_the_graph_is_no_weight():
+    """It may stand behind the first product of a group, where all of them are computed."""
+    graph = joint_graph(lambda x, w: x @ w.t(), torch.randn(7, 64), torch.randn(96, 64)).graph
+    (product,) = calls(graph, aten.mm.default)
+    assert linear_of(product)
+    given = product.args[1].args[0]
+    with graph.inserting_before(product.args[1]):
+        constant = graph.get_attr("weight")
+    constant.meta = given.meta
+    given.replace_all_uses_with(constant)
+    assert linear_of(product).reason is Reason.NO_LINEAR
