@@ -164,7 +164,7 @@ class LinearsRecord:
     Attributes:
         joined: layers that the kernel computes.
         launches: in so many launches.
-        kept: layers that Inductor computes as ever.
+        kept: others, whose weights are inputs of the graph, too: Inductor computes them as ever.
     """
 
     joined: int

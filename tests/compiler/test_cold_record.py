@@ -54,7 +54,7 @@ for given in json.loads(sys.argv[2]):
 """
 ALWAYS = {"decide": "always", "prefixes": [37]}
 BOTH_SIDES = {"decide": "auto", "dynamic": True}
-FOUND = ("sites", "blend", "before", "after")
+FOUND = ("sites", "blend", "linears", "before", "after")
 
 
 def process(folder, *runs, autograd=True):
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_written_costs_the_record_only(records, caplog):
         (lambda text: text[:-1], "damaged"),
         (lambda text: text[:30], "damaged"),
         (lambda text: b"", "damaged"),
-        (lambda text: text.replace(b"record 1", b"record 2"), "damaged"),
+        (lambda text: text.replace(b"record 2", b"record 1"), "damaged"),
         (lambda text: text[:-1] + bytes([text[-1] ^ 1]), "damaged"),
     ],
 )

@@ -20,7 +20,7 @@ from torch_cascade.compiler.journal import Place
 from torch_cascade.compiler.layers import arrange
 from torch_cascade.compiler.record import Compilation
 
-PASSES = ("01.cascade", "02.blend", "03.lower")
+PASSES = ("01.cascade", "02.blend", "03.linears", "04.lower")
 TEXTS = {"before.txt", "after.txt", "lowered.txt", "graph.svg", "graph.json", "section.html"}
 RUNNABLE = {f"{n}.{when}.py" for n in PASSES for when in ("before", "after")} | {"repro.py"}
 ALL = TEXTS | RUNNABLE

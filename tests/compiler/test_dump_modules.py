@@ -48,13 +48,13 @@ def test_each_file_computes_what_its_graph_computed(tmp_path):
     args = inputs()
     folder = dumped(attention, tmp_path, args)
     files = sorted(folder.glob("0*.py"))
-    assert len(files) == 6
+    assert len(files) == 8
     for path in files:
         (out,) = results(path, args)
         torch.testing.assert_close(out, attention(*args))
     assert "torch.ops.cascade.sdpa" in (folder / "01.cascade.before.py").read_text()
     assert "torch.ops.cascade.merge" in (folder / "01.cascade.after.py").read_text()
-    assert "torch.ops.cascade." not in (folder / "03.lower.after.py").read_text()
+    assert "torch.ops.cascade." not in (folder / "04.lower.after.py").read_text()
 
 
 def test_sizes_strides_and_kinds_of_numbers_are_kept(tmp_path):
@@ -102,7 +102,7 @@ def test_constants_and_bodies_of_higher_order_ops(tmp_path):
     folder = dumped(fn, tmp_path, args)
     held = torch.load(folder / "constants.pt", weights_only=True)
     assert all(x.tolist() == table for x in held.values()) and len(held) >= 1
-    torch.testing.assert_close(results(folder / "03.lower.after.py", args)[0], fn(*args))
+    torch.testing.assert_close(results(folder / "04.lower.after.py", args)[0], fn(*args))
     assert run_repro(folder) == 0
 
 
@@ -185,7 +185,9 @@ def test_a_right_graph_is_found_right(tmp_path, capsys):
     assert out.endswith("all results are right\n")
 
 
-@pytest.mark.parametrize("name", ["01.cascade.after.py", "02.blend.after.py", "03.lower.after.py"])
+@pytest.mark.parametrize(
+    "name", ["01.cascade.after.py", "03.linears.after.py", "04.lower.after.py"]
+)
 def test_a_wrong_graph_is_found_wrong(name, tmp_path, capsys):
     folder = dumped(attention, tmp_path, inputs())
     path = folder / name
@@ -205,7 +207,7 @@ def test_inputs_that_are_written_to_are_compared(tmp_path, capsys):
 
     folder = dumped(fn, tmp_path, (*inputs(), torch.randn(B * T, H, S, D)))
     assert run_repro(folder) == 0
-    path = folder / "02.blend.after.py"
+    path = folder / "03.linears.after.py"
     text = path.read_text()
     assert "torch.ops.aten.copy_.default(" in text
     lines = [
@@ -224,7 +226,7 @@ def test_random_numbers_of_the_graph_are_the_same_in_every_run(tmp_path, capsys)
 
     folder = dumped(fn, tmp_path, inputs())
     assert run_repro(folder) == 0
-    path = folder / "02.blend.after.py"
+    path = folder / "03.linears.after.py"
     path.write_text(path.read_text().replace("scale = None", "scale = 0.4"))
     assert run_repro(folder) == 1
     assert "after, eager: result 0: error" in capsys.readouterr().out

@@ -160,7 +160,7 @@ def test_verify_looks_after_every_pass(monkeypatch):
     assert looked == []
     switch(monkeypatch, "VERIFY", "1")
     run()
-    assert looked == ["cascade", "blend", "lower", "cleanup"]
+    assert looked == ["cascade", "blend", "linears", "lower", "cleanup"]
 
 
 # --- counters -------------------------------------------------------------------------------------

@@ -434,6 +434,7 @@ def test_a_constant_of_the_graph_is_no_weight():
     (product,) = calls(graph, aten.mm.default)
     assert linear_of(product)
     given = product.args[1].args[0]
+    graph.owning_module.weight = torch.randn(96, 64)
     with graph.inserting_before(product.args[1]):
         constant = graph.get_attr("weight")
     constant.meta = given.meta
