@@ -30,10 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0, 1 where an engine of ours is wrong, 2 for usage."""
     made = parser()
     options = made.parse_args(arguments)
-    try:
-        options.engines = rows.choose(peers.NAMES, options.engines, peers.NAMES)
-    except argparse.ArgumentTypeError as error:
-        made.error(f"argument --engines: {error}")
+    rows.choose_engines(made, options, peers.NAMES, peers.NAMES)
     device = command.cuda_device()
     if device is None:
         print(command.NO_DEVICE, file=sys.stderr)

@@ -70,10 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _check(made: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    try:
-        options.engines = rows.choose(NAMES, options.engines, DEFAULT)
-    except argparse.ArgumentTypeError as error:
-        made.error(f"argument --engines: {error}")
+    rows.choose_engines(made, options, NAMES, DEFAULT)
     least = {"steps": 1, "burst": 0, "check_rows": 0, "layers": 1}
     for name, smallest in least.items():
         value = getattr(options, name)

@@ -70,10 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         made.error("argument --engines: not with --sweep")
     if options.only is not None and not options.sweep:
         made.error("argument --only: not without --sweep")
-    try:
-        options.engines = rows.choose(NAMES, options.engines, DEFAULT)
-    except argparse.ArgumentTypeError as error:
-        made.error(f"argument --engines: {error}")
+    rows.choose_engines(made, options, NAMES, DEFAULT)
     device = command.cuda_device()
     if device is None:
         print(command.NO_DEVICE, file=sys.stderr)

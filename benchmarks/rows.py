@@ -145,6 +145,19 @@ def goal_us(floor_us: float) -> float:
     return GOAL_FACTOR * floor_us + GOAL_LAUNCHES_US
 
 
+def choose_engines(
+    made: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    known: Sequence[str],
+    default: Sequence[str],
+) -> None:
+    """Settle `--engines`; a usage error where it names none or an unknown one."""
+    try:
+        options.engines = choose(known, options.engines, default)
+    except argparse.ArgumentTypeError as error:
+        made.error(f"argument --engines: {error}")
+
+
 def choose(known: Sequence[str], asked: str | None, default: Sequence[str]) -> list[str]:
     """Engines from a comma-separated list, in the order of `known`.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config")
 
-CHOSEN = "chosen"  # key of a line's details: the name of the configuration `attend_config` takes
+CHOSEN = "chosen"  # key of a line's details: the name of the configuration that is taken
 
 
 @dataclass(frozen=True)

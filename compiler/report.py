@@ -49,6 +49,7 @@ class Reason(enum.Enum):
     NEVER = "decide-never"
     # Lowering.
     NO_KERNEL = "no-kernel"
+    # Analysis: linear layers.
     NO_LINEAR = "no-linear"
     # The pass itself failed: a bug of this package, never silent.
     PASS_FAILED = "pass-failed"

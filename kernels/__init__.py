@@ -1,1 +1,1 @@
-"""The four ops: contract, reference, and how each target computes them."""
+"""The ops: contract, reference, and how each target computes them."""

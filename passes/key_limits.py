@@ -72,18 +72,16 @@ def limits(
     mask is still to be read then.
     """
     conditions, rest = conjunction(tree)
-    for condition in conditions:
-        limit = _limit_of(read, scores, condition, start, rows)
+    parts = (*conditions, rest)
+    others = [given(tree, each.atom, each.then is True) for each in conditions]
+    for part, left in zip(parts, (*others, _where_all(conditions)), strict=True):
+        limit = _limit_of(read, scores, part, start, rows, of_last_query=False)
         if limit is not None:
-            yield limit, given(tree, condition.atom, condition.then is True)
-    larger = _limit_of_larger(read, scores, rest, start, rows)
-    if larger is not None:
-        yield larger, _where_all(conditions)
-    for part in (*conditions, rest):
-        for find in (_limit_of, _limit_of_larger):
-            limit = find(read, scores, part, start, rows, of_last_query=True)
-            if limit is not None:
-                yield limit, tree
+            yield limit, left
+    for part in parts:
+        limit = _limit_of(read, scores, part, start, rows, of_last_query=True)
+        if limit is not None:
+            yield limit, tree
 
 
 def _where_all(conditions: Sequence[Branch]) -> Tree:
@@ -100,25 +98,16 @@ def _limit_of(
     tree: Tree,
     start: Size,
     rows: Rows,
-    of_last_query: bool = False,
+    of_last_query: bool,
 ) -> KeyLimit | None:
-    """A condition on keys from `start` on as a limit for each KV row, None if it is none."""
-    last = _last(read, scores, tree, of_last_query)
-    return None if last is None else _limit(read, scores, last, start, rows)
+    """A tree on keys from `start` on as a limit for each KV row, None if it is none.
 
-
-def _limit_of_larger(
-    read: Elements,
-    scores: Scores,
-    tree: Tree,
-    start: Size,
-    rows: Rows,
-    of_last_query: bool = False,
-) -> KeyLimit | None:
-    """A tree "key <= a if a >= b, else key <= b" as a limit, where b is a size; else None.
-
-    So reads a number of tokens that was clamped from below, as `SharedPrefixCache` gives it.
+    It is "key <= a", or "key <= a if a >= b, else key <= b", where b is a size: so reads a number
+    of tokens that was clamped from below, as `SharedPrefixCache` gives it.
     """
+    last = _last(read, scores, tree, of_last_query)
+    if last is not None:
+        return _limit(read, scores, last, start, rows)
     if not isinstance(tree, Branch) or isinstance(tree.atom, Datum):
         return None
     # A side that hides all keys would have made the atom a condition, and `conjunction` took it.
