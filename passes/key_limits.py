@@ -236,5 +236,7 @@ def _shifted(emit: Emitter, node: fx.Node, limit: KeyLimit) -> fx.Node:
         return node if limit.least is None else emit.call(aten.clamp_min.default, node, limit.least)
     # The largest int64 may stand for "all": added to, it would become the smallest one.
     least = -_FAR if limit.least is None else limit.least
-    bounded = emit.call(aten.clamp.default, node, least, _FAR)
+    bounded = emit.call(aten.clamp_min.default, node, least)
+    # Not `clamp`: Inductor has taken it apart before the passes run, and lowers no other.
+    bounded = emit.call(aten.clamp_max.default, bounded, _FAR)
     return emit.call(aten.add.Tensor, bounded, limit.shift)

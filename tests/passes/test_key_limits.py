@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.backend import last_compilation
 from support.paged import (
     PAGE,
     B,
@@ -22,6 +23,7 @@ from support.paged import (
     tensors,
     values_of,
 )
+from support.tolerance import assert_close_to_reference
 from torch import Tensor
 
 from torch_cascade.compiler.graph import tensor
@@ -173,6 +175,19 @@ def test_limits(name: str) -> None:
         if "kv_lens" in part.kwargs:
             assert tensor(part.kwargs["kv_lens"]).shape == (rows,)
     check(fn, values)
+
+
+def test_limits_through_inductor() -> None:
+    """One with arithmetic for each segment, in generated code."""
+    values = values_of(tensors())
+    fn = attention(paged, mask=clamped)
+    doubles = [v.double() if v.is_floating_point() else v for v in values]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(fn, backend="cascade", options={"decide": "always"})
+        actual, eager, reference = compiled(*values), fn(*values), fn(*doubles)
+    assert all(site.rewritten for site in last_compilation().sites)
+    assert_close_to_reference(actual, eager, reference)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
