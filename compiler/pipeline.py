@@ -28,7 +28,7 @@ from torch_cascade.passes.cleanup import CleanupPass
 from torch_cascade.passes.linears import LinearsPass
 from torch_cascade.passes.lower import LowerPass
 from torch_cascade.passes.uses import Uses
-from torch_cascade.passes.verify import check_graph
+from torch_cascade.passes.verify import check_graph, check_lowered
 from torch_cascade.runtime.ranks import group_sizes
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class Pipeline(CustomGraphPass):
         options = self.options.of_pass(each.name)
         sizes = Sizes.of(graph, may_guard=options.guards == "auto")
         before = Uses.of(graph) if self.options.verify else None
+        known = frozenset(graph.nodes)
         begin = time.perf_counter()
         with dynamo_timed(f"cascade.{each.name}"):  # `torch._dynamo.utils.compile_times` has it
             _apply(each, graph, PassContext(sizes, options, self.record))
@@ -127,6 +128,7 @@ class Pipeline(CustomGraphPass):
             self.record.after = show(graph, renamed=False)
         if before is not None:
             check_graph(graph, after=each.name)
+            check_lowered((n for n in graph.nodes if n not in known), after=each.name)
             before.check(graph, after=each.name, strides=each.keeps_strides)
         self._see(each.name, graph)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,6 +45,30 @@ def check_graph(graph: fx.Graph, *, after: str) -> None:
             told = f"node {node.format_node()}: it cannot be computed: {error}"
             raise GraphError(f"after pass {after}: {told}") from error
         _compare(node, value(node), actual, sizes, after)
+
+
+def check_lowered(nodes: Iterable[fx.Node], *, after: str) -> None:
+    """Ops that Inductor takes apart before the passes run have no lowering: no pass may add one.
+
+    Args:
+        nodes: those that a pass made.
+        after: name of that pass, for the message.
+
+    Raises:
+        GraphError: naming the node and its op.
+    """
+    # Not before a graph is compiled: this takes seconds, and Inductor needs them itself then.
+    from torch._inductor.decomposition import decompositions
+    from torch._inductor.lowering import lowerings
+
+    for node in nodes:
+        is_op = isinstance(node.target, torch._ops.OpOverload)
+        if is_op and node.target in decompositions and node.target not in lowerings:
+            raise GraphError(
+                f"after pass {after}: node {node.format_node()}: Inductor has taken apart every "
+                f"{node.target} before the passes run, and lowers none: expected the ops that it "
+                "consists of"
+            )
 
 
 @contextlib.contextmanager

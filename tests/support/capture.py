@@ -14,30 +14,23 @@ import torch
 from torch import fx
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.decomposition import decompositions
-from torch._inductor.lowering import lowerings
+
+from torch_cascade.passes.verify import check_lowered
 
 
 def boxed(gm: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[[list[Any]], Any]:
     """An `inner_compile` that runs the graph as it is: no lowering, no code generation.
 
     Raises:
-        AssertionError: an op that Inductor could not lower.
+        GraphError: an op that Inductor could not lower.
     """
-    refused = {node.target for node in gm.graph.nodes if _is_refused(node)}
-    assert not refused, f"Inductor decomposes these before the passes run: {refused}"
+    check_lowered(gm.graph.nodes, after="the last")
 
     def run(args: list[Any]) -> Any:
         return gm(*args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-def _is_refused(node: fx.Node) -> bool:
-    """What has a decomposition and no lowering: it is gone before the passes, so they add none."""
-    is_op = isinstance(node.target, torch._ops.OpOverload)
-    return is_op and node.target in decompositions and node.target not in lowerings
 
 
 class _Recorder(CustomGraphPass):
