@@ -185,10 +185,10 @@ def _flex_cascade(inputs: Inputs) -> Call:
     return lambda: compiled(flex_cascade)(*inputs.tensors())
 
 
-def _flashinfer(inputs: Inputs) -> Call:
+def _flashinfer(inputs: Inputs, backend: str | None = None) -> Call:
     from torch_cascade.benchmarks.flashinfer_peer import make
 
-    return make(inputs)
+    return make(inputs, backend)
 
 
 PEERS: tuple[Peer[Inputs], ...] = (
@@ -196,6 +196,12 @@ PEERS: tuple[Peer[Inputs], ...] = (
     Peer("cascade", _compiled_naive("cascade"), ours=True),
     Peer("fa3-cascade", _flash3_cascade, FLASH3, cuda_only=True),
     Peer("flashinfer", _flashinfer, ("flashinfer",), cuda_only=True),
+    Peer(
+        "flashinfer-fa2",
+        functools.partial(_flashinfer, backend="fa2"),
+        ("flashinfer",),
+        cuda_only=True,
+    ),
     Peer("flex-cascade", _flex_cascade, cuda_only=True),
     Peer("fa3-expanded", _expanded_flash3, FLASH3, cuda_only=True),
     Peer("sdpa-expanded", _expanded_sdpa),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -190,12 +191,40 @@ class Wrapper:
         return out
 
 
+class LevelWrapper(Wrapper):
+    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper: one level, and its log2-sum-exp2."""
+
+    def __init__(self, workspace, layout, *, backend):
+        assert (layout, workspace.dtype, backend) == ("NHD", torch.uint8, "fa2")
+
+    def plan(self, starts, indptr, indices, last, *sizes, q_data_type):
+        super().plan([starts], [indptr], [indices], [last], *sizes, q_data_type=q_data_type)
+
+    def run(self, q, pool, *, return_lse):
+        assert return_lse
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2])
+        for token in range(q.shape[0]):
+            k, v = (t.repeat_interleave(2, 1).transpose(0, 1) for t in self.keys(0, token, pool))
+            scores = (k @ q[token].unsqueeze(-1)).squeeze(-1) / q.shape[-1] ** 0.5
+            out[token] = (scores.softmax(-1).unsqueeze(1) @ v).squeeze(1)
+            lse[token] = scores.logsumexp(-1) / math.log(2)
+        return out, lse
+
+
+def merge_state_in_place(v, s, v_other, s_other):
+    """FlashInfer's, of results [tokens, heads, D] with log2-sum-exp2 [tokens, heads]."""
+    share = torch.sigmoid((s_other - s) * math.log(2)).unsqueeze(-1)
+    v.lerp_(v_other, share)
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Packages of others by their interfaces, and no compiler."""
     flash3, flashinfer = types.ModuleType(peers.FLASH3[0]), types.ModuleType("flashinfer")
     flash3.flash_attn_func = flash_attn_func
     flashinfer.MultiLevelCascadeAttentionWrapper = Wrapper
+    flashinfer.BatchPrefillWithPagedKVCacheWrapper = LevelWrapper
+    flashinfer.merge_state_in_place = merge_state_in_place
     for module in (flash3, flashinfer):
         module.__spec__ = types.SimpleNamespace()
         monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -189,7 +189,9 @@ def test_nothing_else_would_have_found_it(name, monkeypatch):
 def test_an_op_that_inductor_has_taken_apart(monkeypatch):
     """Inductor's own error names neither the pass nor what would help."""
     case = Case(lambda x: x.cos(), replaced(aten.cos.default, aten.clamp.default, -1, 1), "")
-    with pytest.raises(BackendCompilerFailed, match=r"after pass broken: .*aten.clamp.default") as e:
+    with pytest.raises(
+        BackendCompilerFailed, match=r"after pass broken: .*aten.clamp.default"
+    ) as e:
         run(case, monkeypatch)
     assert isinstance(e.value.inner_exception, GraphError)
     assert "expected the ops that it consists of" in str(e.value)
