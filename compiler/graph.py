@@ -8,6 +8,7 @@ says no and never adds a guard; this package's deliberate guards are those of de
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, cast
 
@@ -236,16 +237,22 @@ class Emitter:
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
         """A node that holds the value of a size symbol."""
-        for node in self.graph.find_nodes(op="placeholder"):
-            val = node.meta.get("val")
-            if isinstance(val, torch.SymInt) and val.node.expr == symbol:
-                return cast("fx.Node", node)
-        for node in self.graph.find_nodes(op="placeholder"):
-            if not isinstance(node.meta.get("val"), torch.Tensor):
-                continue
-            if symbol in (sizes := shape(node)):
-                return self.call(aten.sym_size.int, node, sizes.index(symbol))
-        raise ValueError(f"no graph input holds the size symbol {symbol}")
+        inputs = list(self.graph.find_nodes(op="placeholder"))
+        # What only data tells is no size of an input, but of what was computed from it.
+        for nodes in (inputs, self._nodes_before()):
+            for node in nodes:
+                val = node.meta.get("val")
+                if isinstance(val, torch.SymInt) and val.node.expr == symbol:
+                    return node
+            for node in nodes:
+                if not isinstance(node.meta.get("val"), torch.Tensor):
+                    continue
+                if symbol in (sizes := shape(node)):
+                    return self.call(aten.sym_size.int, node, sizes.index(symbol))
+        raise ValueError(f"nothing before {self.anchor.name} holds the size symbol {symbol}")
+
+    def _nodes_before(self) -> list[fx.Node]:
+        return list(itertools.takewhile(lambda node: node is not self.anchor, self.graph.nodes))
 
 
 def show(graph: fx.Graph, *, renamed: bool = True) -> str:

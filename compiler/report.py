@@ -140,7 +140,10 @@ EXPLANATIONS: dict[Reason, Explanation] = {
         "An op between the prefix and the attention mixes axes in a way that is not understood.",
         "Concatenate along the tokens and expand along the batch.",
     ),
-    Reason.EMPTY_SEGMENT: Explanation("The shared keys are empty, or no query sees them."),
+    Reason.EMPTY_SEGMENT: Explanation(
+        "The shared keys are empty, or no query sees them; on a CPU also: only data tells whether "
+        "there are keys and queries."
+    ),
     Reason.MASK_SHAPE: Explanation(
         "The mask does not provably broadcast to [batch, heads, queries, keys].",
         "Give the mask 4 dimensions.",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from torch_cascade.compiler.graph import Size, Sizes, product, shape, tensor
 from torch_cascade.compiler.report import Declined, Reason
@@ -105,11 +106,28 @@ def plan(
         detail = "the shared keys are empty, or no query sees them"
         return Declined(Reason.EMPTY_SEGMENT, site.node.name, detail)
     seen = reader.sees_a_key(site)
-    refused = _fills(site, seen)
-    if refused is not None:
-        return refused
+    for refused in (_untold(site, parts, sizes), _fills(site, seen)):
+        if refused is not None:
+            return refused
     bounded = seen or reader.finite(site)
     return CascadePlan(site, parts, order, seen, bounded, work_of(site, parts))
+
+
+def _untold(site: AttentionSite, parts: Sequence[Part], sizes: Sizes) -> Declined | None:
+    """On a CPU, queries or keys of which only data tells whether there are any.
+
+    Torch's flash kernel there wants one of each, and Inductor does not lower the products that are
+    computed without it: it asks whether the size is 1.
+    """
+    if tensor(site.q.node).device.type != "cpu":
+        return None
+    counts = [("queries", axis_size(site.q, "q"))] + [("keys", part.length) for part in parts]
+    for what, count in counts:
+        if free_unbacked_symbols(count) and not sizes.at_least(count, 1):
+            detail = f"only data tells how many {what} there are ({count}), and it may be none"
+            hint = f"say that there are any: torch._check(n >= 1), n the number of {what}"
+            return Declined(Reason.EMPTY_SEGMENT, site.node.name, detail, hint)
+    return None
 
 
 def _fills(site: AttentionSite, seen: bool) -> Declined | None:

@@ -28,9 +28,6 @@ from torch.utils._sympy.numbers import int_oo
 
 from torch_cascade.compiler.graph import Size, Sizes, size_expr, value
 
-# A size with no hint (unbacked) is traced as if it were this; nothing may depend on it.
-_UNKNOWN = 193
-
 
 class TraceError(RuntimeError):
     """What was traced cannot be inlined."""
@@ -154,7 +151,7 @@ def trace(
     graph = cast("fx.GraphModule", module).graph
     _drop_assertions(graph)
     _write_out_constants(graph)
-    _check(graph)
+    _check(graph, world.symbols)
     return Trace(graph, world.symbols, conditions)
 
 
@@ -185,13 +182,14 @@ def _write_out_constants(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def _check(graph: fx.Graph) -> None:
-    """Nothing may depend on the data but elements of tensors."""
+def _check(graph: fx.Graph, sizes: Sequence[sympy.Symbol]) -> None:
+    """Nothing may depend on the data but elements of tensors, and sizes that did so before."""
     for node in graph.nodes:
         if node.op == "get_attr":
             raise TraceError("it holds a tensor or a function of its own")
         # A kernel's results are a dict, in which torch looks for no symbols.
-        if any(map(free_unbacked_symbols, tree_leaves(node.meta.get("val")))):
+        found = map(free_unbacked_symbols, tree_leaves(node.meta.get("val")))
+        if any(symbols - set(sizes) for symbols in found):
             raise TraceError(f"{node.target} makes a number or a size of the values of a tensor")
 
 
@@ -206,16 +204,25 @@ class _World:
         self.names = {f"atom{i}": symbol for i, symbol in enumerate(self.symbols)}
 
     def _symbol(self, index: int, hint: int | None, low: int | None) -> sympy.Symbol:
-        symbol = self.shape_env.create_symbol(
-            _UNKNOWN if hint is None else hint,
+        symbol = self._unbacked() if hint is None else self._backed(index, hint, low)
+        if low is not None:
+            self.shape_env.constrain_symbol_range(symbol, low, int_oo)
+        return symbol
+
+    def _unbacked(self) -> sympy.Symbol:
+        """A size that only data tells: a guard on it could not be kept, so there is no value."""
+        with self.shape_env.ignore_fresh_unbacked_symbols():
+            made = self.shape_env.create_unbacked_symint()
+        return cast("sympy.Symbol", made.node.expr)
+
+    def _backed(self, index: int, hint: int, low: int | None) -> sympy.Symbol:
+        return self.shape_env.create_symbol(
+            hint,
             source=ConstantSource(f"atom{index}"),
             dynamic_dim=DimDynamic.DYNAMIC,
             positive=True if low else None,
             do_not_specialize_zero_one=True,
         )
-        if low is not None:
-            self.shape_env.constrain_symbol_range(symbol, low, int_oo)
-        return symbol
 
     def input(self, described: Any) -> Any:
         """The fake value of one described argument."""

@@ -15,7 +15,10 @@ SCRIPT = Path(__file__).parents[1] / "support" / "inductor_kernels.py"
 
 
 def test_inductor_compiles_the_kernels():
-    """Static sizes; symbolic ones that earlier calls have tied by guards; layers in a graph."""
+    """Static sizes; symbolic ones that earlier calls have tied by guards; layers in a graph.
+
+    And sizes that only data tells, which nothing can be guarded on.
+    """
     variables = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", SCRIPT],
@@ -33,6 +36,7 @@ def test_inductor_compiles_the_kernels():
         "symbolic: ",
         f"layers: {both}",
         f"linears: {both}, linears_tile",
+        f"told by data: {both}",
         # One of the prefix's keys and one of the suffix's, not one a layer.
         "masks of three layers: 4, 67; 4, 71",
     ]
