@@ -13,6 +13,8 @@ aten = torch.ops.aten
 
 Order = tuple[int, ...]
 
+_SOME = 193
+
 
 def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
     """The dims of a dense tensor from the largest stride to the smallest.
@@ -22,8 +24,8 @@ def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
     """
     strides = [size_expr(s) for s in tensor(node).stride()]
     dims = shape(node)
-    hints = [sizes.hint(s) for s in strides]
-    order = sorted(range(len(dims)), key=lambda d: (-(hints[d] or 0), dims[d] == 1, d))
+    guesses = [_guess(s, sizes) for s in strides]
+    order = sorted(range(len(dims)), key=lambda d: (-guesses[d], dims[d] == 1, d))
     expected: Size = ONE
     for d in reversed(order):
         if dims[d] == 1:
@@ -33,6 +35,12 @@ def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
             return Declined(Reason.LAYOUT, node.name, detail)
         expected = expected * dims[d]
     return tuple(order)
+
+
+def _guess(stride: Size, sizes: Sizes) -> int:
+    """The stride now, or what it might be where only data tells: enough to try an order."""
+    hints = {s: sizes.hint(s) for s in stride.free_symbols}
+    return int(stride.xreplace({s: _SOME if hint is None else hint for s, hint in hints.items()}))
 
 
 def laid_out(emit: Emitter, node: fx.Node, dims: Order, order: Order) -> fx.Node:

@@ -73,6 +73,12 @@ def chosen_keys(q, pk, pv, sk, sv, told):
     return F.scaled_dot_product_attention(q, cat(pk, sk[:, :, kept]), cat(pv, sv[:, :, kept]))
 
 
+def chosen_queries(q, pk, pv, sk, sv, told):
+    kept = torch.nonzero(torch.arange(M) < told).squeeze(1)
+    torch._check(kept.shape[0] >= 1)
+    return F.scaled_dot_product_attention(q[:, :, kept], cat(pk, sk), cat(pv, sv))
+
+
 def maybe_no_key(q, pk, pv, sk, sv, told):
     kept = torch.nonzero(torch.arange(S) < told).squeeze(1)
     return F.scaled_dot_product_attention(q, cat(pk, sk[:, :, kept]), cat(pv, sv[:, :, kept]))
@@ -101,6 +107,7 @@ REWRITTEN = {
     causal_suffix: (4, 1, 6),
     branches: (4, 2, 6),
     chosen_keys: (4, 1, 6),
+    chosen_queries: (4, 1, 6),
 }
 
 
@@ -111,7 +118,9 @@ def test_it_is_rewritten_and_right(fn: Attention) -> None:
     assert all(site.rewritten for site in last_compilation().sites)
 
 
-@pytest.mark.parametrize("fn", [suffix, chosen_keys, branches], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize(
+    "fn", [suffix, chosen_keys, chosen_queries, branches], ids=lambda fn: fn.__name__
+)
 def test_inductor_compiles_it(fn: Attention) -> None:
     checked(fn, "cascade", REWRITTEN[fn], options={"decide": "always", "strict": True})
 
