@@ -213,7 +213,7 @@ def test_what_was_right_before_an_earlier_pass_is_looked_at_again(name, monkeypa
             SPOILED[name](node)
 
     case = Case(lambda x: x.t().cos(), edit, "")
-    with pytest.raises(BackendCompilerFailed, match=r"after pass broken: node .*permute") as caught:
+    with pytest.raises(BackendCompilerFailed, match="after pass broken: node %permute :") as caught:
         run(case, monkeypatch)
     assert isinstance(caught.value.inner_exception, GraphError)
 
