@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from torch_cascade.passes.cleanup import CleanupPass
 from torch_cascade.passes.linears import LinearsPass
 from torch_cascade.passes.lower import LowerPass
 from torch_cascade.passes.uses import Uses
-from torch_cascade.passes.verify import check_graph, check_lowered
+from torch_cascade.passes.verify import Runs, check_graph, check_lowered
 from torch_cascade.runtime.ranks import group_sizes
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,9 @@ class Pipeline(CustomGraphPass):
         self.record.restart()
         self.record.before = self.record.after = show(graph, renamed=False)
         self._see("before", graph)
+        checks = _Checks(Uses.of(graph)) if self.options.verify else None
         for each in passes_of(self.options, graph):
-            self._run(each, graph)
+            self._run(each, graph, checks)
         graph.lint()
 
     def uuid(self) -> Any:
@@ -114,10 +116,9 @@ class Pipeline(CustomGraphPass):
         ours = (source_hash(), self.options.fingerprint(), figures, group_sizes())
         return hashlib.sha256(repr((*ours, theirs)).encode()).hexdigest()
 
-    def _run(self, each: Pass, graph: fx.Graph) -> None:
+    def _run(self, each: Pass, graph: fx.Graph, checks: _Checks | None) -> None:
         options = self.options.of_pass(each.name)
         sizes = Sizes.of(graph, may_guard=options.guards == "auto")
-        before = Uses.of(graph) if self.options.verify else None
         known = frozenset(graph.nodes)
         begin = time.perf_counter()
         with dynamo_timed(f"cascade.{each.name}"):  # `torch._dynamo.utils.compile_times` has it
@@ -126,15 +127,27 @@ class Pipeline(CustomGraphPass):
         logger.debug("%s: %.1f ms", each.name, 1e3 * self.record.seconds[each.name])
         if LowerPass.name not in self.record.seconds:
             self.record.after = show(graph, renamed=False)
-        if before is not None:
-            check_graph(graph, after=each.name)
-            check_lowered((n for n in graph.nodes if n not in known), after=each.name)
-            before.check(graph, after=each.name, strides=each.keeps_strides)
+        if checks is not None:
+            checks.look(graph, each, (n for n in graph.nodes if n not in known))
         self._see(each.name, graph)
 
     def _see(self, stage: str, graph: fx.Graph) -> None:
         if self.watch is not None:
             self.watch(stage, graph)
+
+
+@dataclass
+class _Checks:
+    """What `verify` knows of a graph: after a pass it runs what that pass has changed, no more."""
+
+    uses: Uses
+    right: Runs = field(default_factory=dict)
+
+    def look(self, graph: fx.Graph, each: Pass, made: Iterable[fx.Node]) -> None:
+        """Check the graph after a pass that has `made` these nodes."""
+        self.right = check_graph(graph, after=each.name, earlier=self.right)
+        check_lowered(made, after=each.name)
+        self.uses = self.uses.check(graph, after=each.name, strides=each.keeps_strides)
 
 
 def _apply(each: Pass, graph: fx.Graph, context: PassContext) -> None:

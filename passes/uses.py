@@ -18,10 +18,18 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils._pytree import tree_flatten, tree_iter, tree_leaves
 
 from torch_cascade.compiler.graph import Sizes
-from torch_cascade.passes.verify import GraphError, alike, described, replaying, same_size
+from torch_cascade.passes.verify import (
+    GraphError,
+    Run,
+    Runs,
+    alike,
+    described,
+    replaying,
+    same_size,
+)
 
 Aliases = dict[fx.Node, frozenset[str]]
 
@@ -34,20 +42,28 @@ class Uses:
         reads: for each node its target, and the nodes among its arguments, in order.
         values: of each node that has one.
         aliases: for each node the graph inputs and results that share memory with it, by name.
+        runs: how each node was run on fakes, to run only what a pass has changed again.
     """
 
     reads: dict[fx.Node, tuple[Any, tuple[fx.Node, ...]]]
     values: dict[fx.Node, Any]
     aliases: Aliases
+    runs: Runs
 
     @classmethod
-    def of(cls, graph: fx.Graph) -> Uses:
-        """Take it down; nothing is edited."""
+    def of(cls, graph: fx.Graph, earlier: Uses | None = None) -> Uses:
+        """Take it down; nothing is edited.
+
+        Args:
+            graph: the graph.
+            earlier: what was taken down of the same graph before a pass.
+        """
         reads = {node: (node.target, _read(node)) for node in graph.nodes}
         values = {node: node.meta["val"] for node in graph.nodes if "val" in node.meta}
-        return cls(reads, values, _aliases(graph))
+        runs = _run_on_fakes(graph, {} if earlier is None else earlier.runs)
+        return cls(reads, values, _aliases(graph, runs), runs)
 
-    def check(self, graph: fx.Graph, *, after: str, strides: bool = True) -> None:
+    def check(self, graph: fx.Graph, *, after: str, strides: bool = True) -> Uses:
         """Compare with the same graph after a pass.
 
         Args:
@@ -55,10 +71,13 @@ class Uses:
             after: name of the pass that just ran, for the message.
             strides: whether they must be the same, too.
 
+        Returns:
+            What was taken down after the pass: what the next one may not change.
+
         Raises:
             GraphError: naming the reader, what it read before and what it reads now.
         """
-        now, sizes = Uses.of(graph), Sizes.of(graph)
+        now, sizes = Uses.of(graph, self), Sizes.of(graph)
         for node, (target, read) in sorted(now.reads.items(), key=_results_first):
             is_result = node.op == "output"
             old_target, old_read = self.reads.get(node, (None, ()))
@@ -76,6 +95,7 @@ class Uses:
                     reader = "the graph returns" if is_result else f"{node.name} reads"
                     instead = "" if new is old else f" in place of {old.name}"
                     raise GraphError(f"after pass {after}: {reader} {new.name}{instead}: {problem}")
+        return now
 
 
 def _results_first(entry: tuple[fx.Node, Any]) -> bool:
@@ -115,10 +135,9 @@ def _memory_differs(old: frozenset[str] | None, new: frozenset[str] | None) -> s
     return " and ".join(said)
 
 
-def _aliases(graph: fx.Graph) -> Aliases:
-    """Run the graph on fakes; they are kept alive meanwhile, so that a storage has one address."""
-    results = _run_on_fakes(graph)
-    storages = {node: _storages(result) for node, result in results.items()}
+def _aliases(graph: fx.Graph, runs: Runs) -> Aliases:
+    """What shares memory; the runs keep the fakes alive, so that a storage has one address."""
+    storages = {node: _storages(run.result) for node, run in runs.items()}
     named: dict[int, set[str]] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -133,25 +152,34 @@ def _aliases(graph: fx.Graph) -> Aliases:
     }
 
 
-def _run_on_fakes(graph: fx.Graph) -> dict[fx.Node, Any]:
-    """A fake result for each node that can be run; a size is what its metadata says."""
-    results: dict[fx.Node, Any] = {}
+def _run_on_fakes(graph: fx.Graph, earlier: Runs) -> Runs:
+    """A fake result for each node that can be run; a size is what its metadata says.
+
+    A call that was made before a pass on the same fakes is not made again.
+    """
+    runs: Runs = {}
     with replaying(graph):
         for node in graph.nodes:
-            if "val" not in node.meta:
-                continue
-            results[node] = node.meta["val"]
-            has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(results[node]))
-            inputs = node.all_input_nodes
-            if (
-                node.op != "call_function"
-                or not has_tensor
-                or any(n not in results for n in inputs)
-            ):
-                continue
-            args, kwargs = fx.map_arg((node.args, node.kwargs), results.__getitem__)
-            results[node] = node.target(*args, **kwargs)
-    return results
+            if "val" in node.meta:
+                runs[node] = _run(node, runs, earlier.get(node))
+    return runs
+
+
+def _run(node: fx.Node, runs: Runs, earlier: Run | None) -> Run:
+    held = node.meta["val"]
+    has_tensor = any(isinstance(leaf, torch.Tensor) for leaf in tree_iter(held))
+    # Run again, an op whose sizes only data tells has other symbols, of which nothing is known.
+    names_sizes = bool(node.meta.get("unbacked_bindings"))
+    runs_at_all = node.op == "call_function" and has_tensor and not names_sizes
+    if not runs_at_all or any(n not in runs for n in node.all_input_nodes):
+        return Run(None, (), held)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: runs[n].result)
+    leaves, spec = tree_flatten((args, kwargs))
+    target: Any = node.target
+    read = (spec, *leaves)
+    if earlier is not None and earlier.is_of(target, read):
+        return earlier
+    return Run(target, read, target(*args, **kwargs))
 
 
 def _storages(result: Any) -> frozenset[int]:

@@ -155,7 +155,7 @@ def test_verify_finds_a_graph_that_is_not_what_it_says(monkeypatch):
 
 def test_verify_looks_after_every_pass(monkeypatch):
     looked = []
-    monkeypatch.setattr(pipeline, "check_graph", lambda graph, after: looked.append(after))
+    monkeypatch.setattr(pipeline, "check_graph", lambda graph, after, earlier: looked.append(after))
     run()
     assert looked == []
     switch(monkeypatch, "VERIFY", "1")

@@ -178,7 +178,7 @@ def test_what_others_read_is_compared(name, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_else_would_have_found_it(name, monkeypatch):
     """The graphs agree with their metadata: `check_graph` alone has nothing to say."""
-    monkeypatch.setattr(Uses, "check", lambda *args, **keywords: None)
+    monkeypatch.setattr(Uses, "check", lambda uses, *args, **keywords: uses)
     if name == "a result less":
         with pytest.raises(BackendCompilerFailed, match="AssertionError"):  # torch's own, of counts
             run(CASES[name], monkeypatch)
@@ -189,12 +189,49 @@ def test_nothing_else_would_have_found_it(name, monkeypatch):
 def test_an_op_that_inductor_has_taken_apart(monkeypatch):
     """Inductor's own error names neither the pass nor what would help."""
     case = Case(lambda x: x.cos(), replaced(aten.cos.default, aten.clamp.default, -1, 1), "")
-    with pytest.raises(
-        BackendCompilerFailed, match=r"after pass broken: .*aten.clamp.default"
-    ) as e:
+    says = r"after pass broken: .*aten.clamp.default"
+    with pytest.raises(BackendCompilerFailed, match=says) as e:
         run(case, monkeypatch)
     assert isinstance(e.value.inner_exception, GraphError)
     assert "expected the ops that it consists of" in str(e.value)
+
+
+SPOILED = {
+    "metadata": lambda node: node.meta.update(val=node.meta["val"].double()),
+    "an argument": lambda node: node.update_arg(1, [0, 1]),
+    "metadata of what is read": lambda node: node.args[0].meta.update(val=torch.ones(5, 3)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_what_was_right_before_an_earlier_pass_is_looked_at_again(name, monkeypatch):
+    """Calls that changed are run again: by their value, their arguments, or the values of these."""
+
+    def edit(graph):
+        (node,) = graph.find_nodes(op="call_function", target=aten.permute.default)
+        with node.args[0].meta["val"].fake_mode:
+            SPOILED[name](node)
+
+    case = Case(lambda x: x.t().cos(), edit, "")
+    with pytest.raises(BackendCompilerFailed, match="after pass broken: node %permute :") as caught:
+        run(case, monkeypatch)
+    assert isinstance(caught.value.inner_exception, GraphError)
+
+
+def test_a_call_is_run_once_by_all_checks_of_a_kind(monkeypatch):
+    ran = []
+
+    def counted(x):
+        ran.append(x)
+        return aten.sin.default(x)
+
+    def edit(graph):
+        for node in graph.find_nodes(op="call_function", target=aten.sin.default):
+            node.target = counted
+
+    run(Case(lambda x: x.sin().cos(), edit, ""), monkeypatch)
+    fakes = [x for x in ran if isinstance(x, torch._subclasses.FakeTensor)]
+    assert len(fakes) == 2  # for its metadata, and for its memory; two more passes follow
 
 
 def test_symbolic_sizes_are_compared():
