@@ -19,6 +19,14 @@ import torch_cascade
 from torch_cascade.compiler import structured_trace
 
 TESTS = Path(__file__).parents[1]
+OF_TORCH = structured_trace._trace_structured
+
+
+@pytest.fixture(autouse=True)
+def _torch_decides_what_is_made(monkeypatch):
+    """Elsewhere, what there is to trace is always made: see `conftest.py`."""
+    monkeypatch.setattr(structured_trace, "_trace_structured", OF_TORCH)
+
 
 PROGRAM = """
 import sys
