@@ -15,7 +15,7 @@ from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, tensor
 from torch_cascade.passes.axes import Digit
 from torch_cascade.passes.emit_keys import emit_keys, key_lengths, padded
 from torch_cascade.passes.emit_merge import Partial, merged, nan_where_empty
-from torch_cascade.passes.layout import laid_out
+from torch_cascade.passes.layout import laid_out, pinned
 from torch_cascade.passes.plan import CascadePlan, Part
 from torch_cascade.passes.prefix import Segment, axis_size
 from torch_cascade.passes.row_index import as_indexed, row_numbers, spelled
@@ -43,7 +43,7 @@ def emit_cascade(plan: CascadePlan, sizes: Sizes) -> fx.Node:
     dtype = tensor(site.node).dtype
     if tensor(out).dtype != dtype:
         out = emit.call(prims.convert_element_type.default, out, dtype)
-    out = laid_out(emit, out, _output_dims(site), plan.order)
+    out = pinned(emit, laid_out(emit, out, _output_dims(site), plan.order), plan.order)
     out.meta["val"] = site.node.meta["val"]
     tag(out, site)
     site.node.replace_all_uses_with(out)

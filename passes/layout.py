@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._inductor import inductor_prims
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from torch_cascade.compiler.graph import Emitter, Size, Sizes, shape, size_expr, tensor
+from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, size_expr, tensor
 from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.passes.axes import ONE
 
@@ -58,3 +60,21 @@ def laid_out(emit: Emitter, node: fx.Node, dims: Order, order: Order) -> fx.Node
         node = emit.call(aten.clone.default, permuted, memory_format=torch.contiguous_format)
     place = [order.index(d) for d in range(len(order))]
     return node if place == sorted(place) else emit.call(aten.permute.default, node, place)
+
+
+def pinned(emit: Emitter, node: fx.Node, order: Order) -> fx.Node:
+    """A dense tensor that stays in its order where only data tells its strides.
+
+    Inductor keeps the strides of what a graph returns, but not those: it lays the tensor out as it
+    likes, and a `view` behind a graph break fails.
+
+    Args:
+        emit: where to write.
+        node: a dense tensor.
+        order: its dims from the largest stride to the smallest.
+    """
+    dims = shape(node)
+    if not any(map(free_unbacked_symbols, dims)):
+        return node
+    strides = [product(dims[d] for d in order[order.index(own) + 1 :]) for own in range(len(dims))]
+    return emit.call(inductor_prims.force_stride_order, node, strides)

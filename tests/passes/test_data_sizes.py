@@ -125,6 +125,14 @@ def test_inductor_compiles_it(fn: Attention) -> None:
     checked(fn, "cascade", REWRITTEN[fn], options={"decide": "always", "strict": True})
 
 
+@pytest.mark.parametrize("fn", [chosen_queries, branches], ids=lambda fn: fn.__name__)
+def test_what_is_returned_lies_in_memory_as_it_did(fn: Attention) -> None:
+    compiled = torch.compile(fn, backend="cascade", options={"decide": "always", "strict": True})
+    values = inputs(4)
+    with torch.no_grad():
+        assert compiled(*values).stride() == fn(*values).stride()
+
+
 def test_where_there_may_be_no_key_it_stays() -> None:
     """Inductor would not lower what is computed then."""
     checked(maybe_no_key, "cascade", (4, 0, 6), options={"decide": "always"})
