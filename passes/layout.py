@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch._inductor import inductor_prims
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.torch_version import TorchVersion
 
 from torch_cascade.compiler.graph import Emitter, Size, Sizes, product, shape, size_expr, tensor
 from torch_cascade.compiler.report import Declined, Reason
@@ -16,6 +17,9 @@ aten = torch.ops.aten
 Order = tuple[int, ...]
 
 _SOME = 193
+
+# Older versions of Inductor fail to sort strides of which only data tells how they compare.
+SORTS_UNKNOWN_STRIDES = TorchVersion(torch.__version__) >= "2.13"
 
 
 def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
@@ -36,6 +40,9 @@ def output_order(node: fx.Node, sizes: Sizes) -> Order | Declined:
             detail = f"sizes {list(dims)} with strides {strides} are not dense"
             return Declined(Reason.LAYOUT, node.name, detail)
         expected = expected * dims[d]
+    if any(map(free_unbacked_symbols, strides)) and not SORTS_UNKNOWN_STRIDES:
+        detail = f"only data tells the strides {strides}, which torch 2.13 and newer can keep"
+        return Declined(Reason.LAYOUT, node.name, detail)
     return tuple(order)
 
 

@@ -15,7 +15,7 @@ from torch_cascade.compiler.report import Declined, Reason
 from torch_cascade.compiler.work import KeyRun, Work
 from torch_cascade.passes.devices import no_kernel
 from torch_cascade.passes.key_limits import Rows
-from torch_cascade.passes.layout import output_order
+from torch_cascade.passes.layout import SORTS_UNKNOWN_STRIDES, output_order
 from torch_cascade.passes.mask import MaskReader, SegmentMask
 from torch_cascade.passes.pieces import Piece
 from torch_cascade.passes.prefix import Segment, axis_size, batch_size, segments
@@ -117,15 +117,16 @@ def _untold(site: AttentionSite, parts: Sequence[Part], sizes: Sizes) -> Decline
     """On a CPU, queries or keys of which only data tells whether there are any.
 
     Torch's flash kernel there wants one of each, and Inductor does not lower the products that are
-    computed without it: it asks whether the size is 1.
+    computed without it: it asks whether the size is 1. An older one asks that of every mask.
     """
     if tensor(site.q.node).device.type != "cpu":
         return None
+    least = 1 if SORTS_UNKNOWN_STRIDES else 2
     counts = [("queries", axis_size(site.q, "q"))] + [("keys", part.length) for part in parts]
     for what, count in counts:
-        if free_unbacked_symbols(count) and not sizes.at_least(count, 1):
-            detail = f"only data tells how many {what} there are ({count}), and it may be none"
-            hint = f"say that there are any: torch._check(n >= 1), n the number of {what}"
+        if free_unbacked_symbols(count) and not sizes.at_least(count, least):
+            detail = f"only data tells how many {what} there are ({count}), maybe less than {least}"
+            hint = f"torch._check(n >= {least}) says that there are, n the number of {what}"
             return Declined(Reason.EMPTY_SEGMENT, site.node.name, detail, hint)
     return None
 
