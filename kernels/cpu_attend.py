@@ -20,18 +20,9 @@ import torch
 from torch import Tensor
 
 from torch_cascade.kernels.dense import dense
+from torch_cascade.kernels.known import known
 
 Size = int | torch.SymInt
-
-
-def known(condition: bool | torch.SymBool) -> bool:
-    """True iff the condition is provable; adds no guard."""
-    if isinstance(condition, bool):
-        return condition
-    # Imported here: eager callers need no sympy.
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(condition)
 
 
 class _Sizes(NamedTuple):

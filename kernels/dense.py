@@ -17,6 +17,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from torch_cascade.kernels.known import known
+
 Size = int | torch.SymInt
 
 FP8 = torch.float8_e4m3fn
@@ -97,7 +99,16 @@ def _gathered(pool: Tensor, page_table: Tensor) -> Tensor:
     # Compiled code would count a negative entry from the end: it names no block, here as in eager.
     named = torch.where(page_table < 0, _NO_BLOCK, page_table).reshape(-1)
     read = pool.transpose(1, 2).index_select(0, named)
+    # Traced, it lies as the pool does, whose dims may stand in any order.
+    if not all(known(d) for d in _are_dense(read)):
+        read = read.clone(memory_format=torch.contiguous_format)
     return read.view(rows, pages * page_size, heads, width).transpose(1, 2)
+
+
+def _are_dense(x: Tensor) -> list[bool | torch.SymBool]:
+    """For each stride of x whether it is that of a contiguous tensor."""
+    inside = [math.prod(x.shape[dim + 1 :]) for dim in range(x.dim())]
+    return [stride == dense for stride, dense in zip(x.stride(), inside, strict=True)]
 
 
 def _dequantized(x: Tensor, scale: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_cascade.kernels.cpu_attend import known
+from torch_cascade.kernels.known import known
 from torch_cascade.kernels.launch_config import SlotConfig, padded
 
 Size = int | torch.SymInt

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_cascade.kernels import launchable
-from torch_cascade.kernels.cpu_attend import known
+from torch_cascade.kernels.known import known
 from torch_cascade.kernels.launch_config import (
     DeviceLimits,
     LaunchConfig,
