@@ -9,7 +9,7 @@ says no and never adds a guard; this package's deliberate guards are those of de
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias, cast
 
 import sympy
@@ -237,19 +237,25 @@ class Emitter:
 
     def _symbol(self, symbol: sympy.Symbol) -> fx.Node:
         """A node that holds the value of a size symbol."""
-        inputs = list(self.graph.find_nodes(op="placeholder"))
+        found = self._holder(symbol, self.graph.find_nodes(op="placeholder"))
         # What only data tells is no size of an input, but of what was computed from it.
-        for nodes in (inputs, self._nodes_before()):
-            for node in nodes:
-                val = node.meta.get("val")
-                if isinstance(val, torch.SymInt) and val.node.expr == symbol:
-                    return node
-            for node in nodes:
-                if not isinstance(node.meta.get("val"), torch.Tensor):
-                    continue
-                if symbol in (sizes := shape(node)):
-                    return self.call(aten.sym_size.int, node, sizes.index(symbol))
-        raise ValueError(f"nothing before {self.anchor.name} holds the size symbol {symbol}")
+        found = found or self._holder(symbol, self._nodes_before())
+        if found is None:
+            raise ValueError(f"nothing before {self.anchor.name} holds the size symbol {symbol}")
+        return found
+
+    def _holder(self, symbol: sympy.Symbol, nodes: Collection[fx.Node]) -> fx.Node | None:
+        """One of the nodes that is the size, else that of a tensor among them."""
+        for node in nodes:
+            val = node.meta.get("val")
+            if isinstance(val, torch.SymInt) and val.node.expr == symbol:
+                return node
+        for node in nodes:
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                continue
+            if symbol in (sizes := shape(node)):
+                return self.call(aten.sym_size.int, node, sizes.index(symbol))
+        return None
 
     def _nodes_before(self) -> list[fx.Node]:
         return list(itertools.takewhile(lambda node: node is not self.anchor, self.graph.nodes))

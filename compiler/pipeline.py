@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -119,7 +119,6 @@ class Pipeline(CustomGraphPass):
     def _run(self, each: Pass, graph: fx.Graph, checks: _Checks | None) -> None:
         options = self.options.of_pass(each.name)
         sizes = Sizes.of(graph, may_guard=options.guards == "auto")
-        known = frozenset(graph.nodes)
         begin = time.perf_counter()
         with dynamo_timed(f"cascade.{each.name}"):  # `torch._dynamo.utils.compile_times` has it
             _apply(each, graph, PassContext(sizes, options, self.record))
@@ -128,7 +127,7 @@ class Pipeline(CustomGraphPass):
         if LowerPass.name not in self.record.seconds:
             self.record.after = show(graph, renamed=False)
         if checks is not None:
-            checks.look(graph, each, (n for n in graph.nodes if n not in known))
+            checks.look(graph, each)
         self._see(each.name, graph)
 
     def _see(self, stage: str, graph: fx.Graph) -> None:
@@ -143,8 +142,9 @@ class _Checks:
     uses: Uses
     right: Runs = field(default_factory=dict)
 
-    def look(self, graph: fx.Graph, each: Pass, made: Iterable[fx.Node]) -> None:
-        """Check the graph after a pass that has `made` these nodes."""
+    def look(self, graph: fx.Graph, each: Pass) -> None:
+        """Check the graph after a pass."""
+        made = (node for node in graph.nodes if node not in self.uses.reads)
         self.right = check_graph(graph, after=each.name, earlier=self.right)
         check_lowered(made, after=each.name)
         self.uses = self.uses.check(graph, after=each.name, strides=each.keeps_strides)

@@ -1,4 +1,4 @@
-"""What the launch code of kernels may ask about sizes, which are symbols where it is traced."""
+"""What the code of ops may ask about sizes, which are symbols where it is traced."""
 
 from __future__ import annotations
 

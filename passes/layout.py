@@ -16,6 +16,7 @@ aten = torch.ops.aten
 
 Order = tuple[int, ...]
 
+# What a size that only data tells is taken for where an order of strides is guessed.
 _SOME = 193
 
 # Older versions of Inductor fail to sort strides of which only data tells how they compare.
